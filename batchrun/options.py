@@ -1,0 +1,84 @@
+"""The options of a run, as the command line and `batchrun.run` give them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchrun.engine.sampling_params import SamplingParams
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ORDERS = ("plan", "given")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Where a row's prompt comes from."""
+
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    tools_column: str | None = None
+    template: str | None = None
+    """Jinja source (the file's content) over the row's columns: a prompt, or messages when it renders a JSON list."""
+    system: str | None = None
+    """Put before messages that have no system turn."""
+    raw: bool = False
+    """Plain text to continue: the tokenizer's own BOS rule, special strings parsed, no chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Everything that `batchrun run` can be told; validated once.
+
+    Raises:
+        ValueError: an unknown or contradictory value; the message names the option as the user types it.
+    """
+
+    inputs: tuple[str, ...]
+    output: Path
+    model: str | None = None
+    """Hugging Face folder, hub id or `.gguf` file; None is the embedded model."""
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    prompt: PromptOptions = field(default_factory=PromptOptions)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Defaults for rows; seed stays None here."""
+    seed: int = 0
+    """The job's seed."""
+    kv_tokens: int | None = None
+    kv_memory: int | None = None
+    """Bytes."""
+    chunk_tokens: int | None = None
+    max_running: int | None = None
+    order: str = "plan"
+    dedupe: bool = True
+    prefix_cache: bool = True
+    resume: bool = False
+    overwrite: bool = False
+    flush_seconds: float = 10.0
+    output_prefix: str = ""
+    keep_columns: tuple[str, ...] | None = None
+    """None keeps all input columns."""
+    return_token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.device in DEVICES, f"--device is {self.device!r}: it must be one of {', '.join(DEVICES)}"),
+            (self.dtype in DTYPES, f"--dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}"),
+            (self.order in ORDERS, f"--order is {self.order!r}: it must be one of {', '.join(ORDERS)}"),
+            (not (self.resume and self.overwrite), "--resume and --overwrite contradict each other: give one of them"),
+            (self.kv_tokens is None or self.kv_memory is None, "--kv-tokens and --kv-memory both set the pool: give one of them"),
+            (self.flush_seconds > 0, f"--flush-seconds is {self.flush_seconds}: it must be above 0"),
+        )
+        for fine, message in checks:
+            if not fine:
+                raise ValueError(message)
+        for option, value in (
+            ("--threads", self.threads),
+            ("--kv-tokens", self.kv_tokens),
+            ("--kv-memory", self.kv_memory),
+            ("--chunk-tokens", self.chunk_tokens),
+            ("--max-running", self.max_running),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{option} is {value}: it must be at least 1")

@@ -1,0 +1,82 @@
+"""What goes into the engine and what comes out of it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchrun.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The rows to run, as arrays, so that a million of them cost no Python object each.
+
+    Rows are numbered 0..len-1 here ("local row"); `row_index` says which row of the input file each one is.
+    """
+
+    tokens: np.ndarray
+    """int32 [total tokens], possibly a memory map; row i is tokens[begin[i]:begin[i] + length[i]]."""
+    begin: np.ndarray
+    """int64 [rows]"""
+    length: np.ndarray
+    """int32 [rows], prompt tokens of each row."""
+    row_index: np.ndarray
+    """int64 [rows], position in the input; the key of results and of unseeded draws."""
+    params_id: np.ndarray
+    """int32 [rows], index into params_table."""
+    params_table: list[SamplingParams]
+    """The distinct settings."""
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def token_ids(self, row: int) -> np.ndarray:
+        """int32 [length], a view."""
+        low = int(self.begin[row])
+        return self.tokens[low : low + int(self.length[row])]
+
+    def params(self, row: int) -> SamplingParams:
+        return self.params_table[self.params_id[row]]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished sample of one row. Times are seconds on the engine's clock, whose zero is the first step."""
+
+    row: int
+    """row_index of the input."""
+    sample: int
+    output_ids: list[int]
+    """The end token included where there was one."""
+    text: str
+    finish_reason: str
+    """'stop', 'length', 'timeout' or 'error'."""
+    error: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    started: float | None = None
+    """Start of the first step that computed a token for this row; None for an error row."""
+    token_times: list[float] = field(default_factory=list)
+    """When each output token was there."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts of one engine run, in tokens, steps and sequences."""
+
+    computed_prompt_tokens: int = 0
+    """Prompt positions computed, those computed again included."""
+    recomputed_tokens: int = 0
+    """Prompt positions computed again after an eviction or a preemption."""
+    recomputed_output_tokens: int = 0
+    """Output positions computed again after a preemption."""
+    output_tokens: int = 0
+    peak_kv_tokens: int = 0
+    """Most KV slots in use at once, whole pages."""
+    preemptions: int = 0
+    evictions: int = 0
+    """Tree nodes whose KV was dropped while rows still needed it."""
+    steps: int = 0
+    decode_steps: int = 0
+    """Steps that computed no prompt token."""
+    peak_running: int = 0
