@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchrun.engine.sampling_params import SamplingParams
+from batchrun.engine.sampling_params import MAX_SEED, SamplingParams
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ORDERS = ("plan", "given")
+OTHER_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".pq", ".xlsx", ".db", ".duckdb")
+"""Endings of an output that are surely not meant as a folder's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,25 @@ class PromptOptions:
     """Put before messages that have no system turn."""
     raw: bool = False
     """Plain text to continue: the tokenizer's own BOS rule, special strings parsed, no chat template."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would be ignored.
+
+        Raises:
+            ValueError: two options contradict each other; the message names both.
+        """
+        for option, value in (
+            ("--messages-column", self.messages_column),
+            ("--tools-column", self.tools_column),
+            ("--system", self.system),
+        ):
+            if self.raw and value is not None:
+                raise ValueError(f"--raw and {option} contradict each other: a raw prompt is plain text without turns or tools")
+        for option, value in (("--prompt-column", self.prompt_column), ("--messages-column", self.messages_column)):
+            if self.template is not None and value is not None:
+                raise ValueError(f"--template and {option} both say where the prompt comes from: give one of them")
+        if self.prompt_column is not None and self.messages_column is not None:
+            raise ValueError("--prompt-column and --messages-column both say where the prompt comes from: give one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +89,16 @@ class RunOptions:
             (self.order in ORDERS, f"--order is {self.order!r}: it must be one of {', '.join(ORDERS)}"),
             (not (self.resume and self.overwrite), "--resume and --overwrite contradict each other: give one of them"),
             (self.kv_tokens is None or self.kv_memory is None, "--kv-tokens and --kv-memory both set the pool: give one of them"),
+            (0 <= self.seed <= MAX_SEED, f"--seed is {self.seed}: it must be between 0 and 2^63 - 1"),
+            (self.sampling.seed is None, "the seed of the sampling defaults must stay unset: the job's seed is --seed"),
+            (
+                self.output.suffix.lower() not in OTHER_FORMATS,
+                f"--output is {str(self.output)!r}, but only Parquet can be written: give a .parquet file or a folder",
+            ),
             (self.flush_seconds > 0, f"--flush-seconds is {self.flush_seconds}: it must be above 0"),
         )
+        if not self.inputs:
+            raise ValueError("no input is given: name a Parquet file, a folder or a glob")
         for fine, message in checks:
             if not fine:
                 raise ValueError(message)
