@@ -1,0 +1,90 @@
+"""In which order to start the rows.
+
+Any depth-first order of the trie computes each distinct token once when the pool holds the longest row (Zheng et al.
+2024, SGLang: the theorem on offline RadixAttention). Children of a node may be permuted freely, which costs no reuse:
+here the child with the longest expected output goes first, so that no long row is left for the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from batchrun.prefix_cache.trie import Int32Array, Int64Array, Trie
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """A permutation of R rows over a trie of N nodes.
+
+    rows int64 [R], rows in the order to start them; position int64 [R], its inverse; node_rank int64 [N], preorder rank
+    of each node in the planned walk of the tree. The rank is the tree's also for rows in the given order: work sorted
+    by it has the rows beneath a node side by side.
+    """
+
+    rows: Int64Array
+    position: Int64Array
+    node_rank: Int64Array
+
+
+def order_rows(trie: Trie, expected_output: npt.NDArray[np.float64], order: Literal["plan", "given"]) -> RowOrder:
+    """The order to start the rows in. expected_output float64 [R], output tokens expected of each row.
+
+    "plan": depth first; the rows that end at a node before its children; of siblings the one with the longest expected
+    output beneath it first, ties by the smallest row number. "given": by row number.
+    """
+    own = np.bincount(trie.row_node, minlength=trie.num_nodes).astype(np.int64)
+    longest, first_row = _best_beneath(trie, expected_output)
+    siblings = np.lexsort((first_row[1:], -longest[1:], trie.parent[1:])) + 1  # siblings side by side, best first
+    subtree_end = np.searchsorted(trie.row_lo, trie.row_hi, side="left")  # preorder: a subtree is an interval of nodes
+    subtree_end[0] = trie.num_nodes
+    num_nodes = subtree_end - np.arange(trie.num_nodes)
+    num_rows = trie.row_hi - trie.row_lo
+    nodes_before = _sum_of_earlier_siblings(trie.parent, siblings, num_nodes).tolist()
+    rows_before = _sum_of_earlier_siblings(trie.parent, siblings, num_rows).tolist()
+    rank = [0] * trie.num_nodes
+    first_position = [0] * trie.num_nodes
+    own_rows = own.tolist()
+    for node, parent in enumerate(trie.parent[1:].tolist(), start=1):
+        rank[node] = rank[parent] + 1 + nodes_before[node]
+        first_position[node] = first_position[parent] + own_rows[parent] + rows_before[node]
+    node_rank = np.array(rank, np.int64)
+    if order == "given":
+        rows = np.arange(trie.num_rows, dtype=np.int64)
+        return RowOrder(rows, rows, node_rank)
+    by_node = np.lexsort((-expected_output, trie.row_node))  # stable: equal expectations by row number
+    within = np.arange(trie.num_rows) - (np.cumsum(own) - own)[trie.row_node[by_node]]
+    position = np.empty(trie.num_rows, np.int64)
+    position[by_node] = np.array(first_position, np.int64)[trie.row_node[by_node]] + within
+    rows = np.empty(trie.num_rows, np.int64)
+    rows[position] = np.arange(trie.num_rows)
+    return RowOrder(rows, position, node_rank)
+
+
+def _best_beneath(trie: Trie, expected_output: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], Int64Array]:
+    """Per node, the longest expected output and the smallest row number among the rows beneath it."""
+    longest = np.full(trie.num_nodes, -np.inf)
+    first_row = np.full(trie.num_nodes, trie.num_rows, np.int64)
+    np.maximum.at(longest, trie.row_node, expected_output)
+    np.minimum.at(first_row, trie.row_node, np.arange(trie.num_rows))
+    # Children come after their parents, so backwards each node is complete before it is passed on.
+    best, first, parents = longest.tolist(), first_row.tolist(), trie.parent.tolist()
+    for node in range(trie.num_nodes - 1, 0, -1):
+        parent = parents[node]
+        best[parent] = max(best[parent], best[node])
+        first[parent] = min(first[parent], first[node])
+    return np.array(best), np.array(first, np.int64)
+
+
+def _sum_of_earlier_siblings(parent: Int32Array, siblings: Int64Array, value: Int64Array) -> Int64Array:
+    """Per node, the sum of `value` over the siblings before it in `siblings` (all nodes but the root, grouped by parent)."""
+    total = np.cumsum(value[siblings]) - value[siblings]
+    parents = parent[siblings]
+    first_of_group = np.flatnonzero(np.diff(parents, prepend=-1))
+    base = np.repeat(total[first_of_group], np.diff(np.append(first_of_group, len(siblings))))
+    before = np.zeros(len(value), np.int64)
+    before[siblings] = total - base
+    return before
