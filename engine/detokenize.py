@@ -1,68 +1,54 @@
 """Token ids to text, one token at a time, never half a character."""
 
+import codecs
 from typing import Protocol
 
-REPLACEMENT = "\ufffd"
-_MAX_INCOMPLETE = 3  # bytes of a cut UTF-8 character; a byte-fallback decoder shows one U+FFFD for each of them
 
+class TokenText(Protocol):
+    """The part of a tokenizer that turns ids into text; `batchrun.engine.tokenizer.Tokenizer` has it."""
 
-class Decodes(Protocol):
-    """The part of a tokenizer that this needs."""
+    strips_leading_space: bool
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str: ...
+
+    def token_bytes(self, index: int, skip_special: bool = True) -> bytes: ...
 
 
 class TextStream:
     """The text of one output as its tokens arrive, special tokens left out.
 
-    A decoder may treat the first token apart (SentencePiece drops its leading space), so a new token is decoded behind
-    the tokens of the last piece of text, and what that piece alone gives is cut off: the two-offset method of
-    text-generation-inference and vLLM.
+    Works on the tokens' bytes, so each token costs the same however long the output is, and a character is out once its
+    last byte is there. Bytes that cannot be UTF-8 become U+FFFD as soon as that is certain.
 
-    Invariant: `text + held` is the decoded text of all tokens so far; `held` is at most three U+FFFD, which the next
-    token may turn into a character. (A byte-fallback decoder can take back a character when invalid bytes follow
-    it; then `finish` is right and `text` is not.)
+    Invariant: `text + held` is the tokenizer's `decode` of all tokens so far.
     """
 
-    def __init__(self, tokenizer: Decodes) -> None:
+    def __init__(self, tokenizer: TokenText) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._window: list[int] = []  # context, then the tokens whose text is not all out
-        self._context = 0  # tokens of the window whose text is out
-        self._context_text = ""
-        self._emitted = 0  # characters of the window's text behind the context that are out
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = tokenizer.strips_leading_space  # until the first character is out
         self._pieces: list[str] = []
-        self.held = ""
-        """What an incomplete character at the end looks like now: '' or up to three U+FFFD."""
 
     @property
     def text(self) -> str:
         """All completed text so far."""
         return "".join(self._pieces)
 
+    @property
+    def held(self) -> str:
+        """What the incomplete character at the end looks like in `decode`: U+FFFD, or '' when there is none."""
+        return self._decoder.getstate()[0].decode("utf-8", errors="replace")
+
     def push(self, token_id: int) -> str:
-        """Add a token; the text that it completes, '' while a character is incomplete or the token is special."""
-        self._ids.append(token_id)
-        self._window.append(token_id)
-        new = self._tokenizer.decode(self._window)[len(self._context_text) :]
-        if not new and not self.held:
-            # A special token: out of the window, or a long run of them would push the context out.
-            self._window.pop()
-            return ""
-        complete = len(new)
-        while complete > max(self._emitted, len(new) - _MAX_INCOMPLETE) and new[complete - 1] == REPLACEMENT:
-            complete -= 1
-        piece, self.held = new[self._emitted : complete], new[complete:]
-        self._emitted = max(self._emitted, complete)
-        if not self.held:
-            del self._window[: self._context]
-            self._context = len(self._window)
-            self._context_text = self._tokenizer.decode(self._window)
-            self._emitted = 0
+        """Add a token; the text that it completes: '' while a character is incomplete, or for a special token."""
+        piece = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if piece and self._strip:
+            self._strip = False
+            piece = piece.removeprefix(" ")
         if piece:
             self._pieces.append(piece)
         return piece
 
     def finish(self) -> str:
         """The whole text, equal to decoding all tokens at once; a character cut at the end is U+FFFD, as in transformers."""
-        return self._tokenizer.decode(self._ids)
+        return self.text + self.held

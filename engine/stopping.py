@@ -1,6 +1,6 @@
 """When a sequence ends, and what text is left of it."""
 
-from batchrun.engine.detokenize import Decodes, TextStream
+from batchrun.engine.detokenize import TextStream, TokenText
 from batchrun.engine.sampling_params import SamplingParams
 
 
@@ -17,7 +17,7 @@ class StopChecker:
     Without stop strings no text is decoded until the end.
     """
 
-    def __init__(self, params: SamplingParams, eos_ids: frozenset[int], tokenizer: Decodes) -> None:
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int], tokenizer: TokenText) -> None:
         self._params = params
         self._end_ids = frozenset() if params.ignore_eos else eos_ids
         self._tokenizer = tokenizer
