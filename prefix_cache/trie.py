@@ -154,10 +154,12 @@ def _block_keys(tokens: Int32Array, begin: Int64Array, left: Int32Array, group: 
 
 
 def _argsort_keys(keys: npt.NDArray[np.uint32]) -> Int64Array:
-    """Stable order of the keys' bytes. Python's sort compares with memcmp and sees runs that are sorted already."""
+    """Stable order of the keys' bytes. Only distinct keys are compared: in prompts that share much they are few."""
     # NumPy strips trailing zero bytes here; a shorter key then still sorts before its continuations.
     texts = keys.view(f"S{keys.shape[1] * 4}").ravel().tolist()
-    return np.array(sorted(range(len(texts)), key=texts.__getitem__), np.int64)
+    rank = {text: place for place, text in enumerate(sorted(set(texts)))}
+    ranks = np.fromiter(map(rank.__getitem__, texts), np.int64, len(texts))
+    return np.argsort(ranks, kind="stable")
 
 
 def _common_with_previous(keys: npt.NDArray[np.uint32], ranking: Int64Array) -> Int32Array:
