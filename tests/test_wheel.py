@@ -1,0 +1,60 @@
+"""The wheel: built, looked into, installed in a clean environment and used from another folder (`make wheel-check`)."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis")
+
+pytestmark = pytest.mark.slow
+
+
+def check(*command: object, **options: object) -> str:
+    """Run a command; its output is the failure's message."""
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=300, check=False, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return str(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy so that no old build folder can leak into it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=LEFT_OUT)
+    check(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, folder / "source")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_one_top_level_name_and_every_source(wheel: Path) -> None:
+    check(Path(sys.executable).with_name("check-wheel-contents"), "--toplevel", "batchrun", wheel)
+    held = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("batchrun", "engine", "jobs", "kernels", "prefix_cache"):
+        for path in (ROOT / folder).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix()
+            assert (name if folder == "batchrun" else f"batchrun/{name}") in held
+    assert {f"batchrun/kernels/csrc/{path.name}" for path in (ROOT / "kernels" / "csrc").glob("*.c")} <= held
+    assert any(name.endswith("licenses/LICENSE") for name in held)
+
+
+def test_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    check(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    check(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    # The dependencies of this environment; on PYTHONPATH its .pth files are not read, so the editable install stays out.
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    code = (
+        "import batchrun, batchrun.engine, batchrun.jobs, batchrun.prefix_cache, batchrun.kernels.ops; "
+        "from batchrun import run, plan; print(batchrun.__file__)"
+    )
+    where = check(python, "-c", code, cwd=tmp_path, env=environment).strip()
+    assert Path(where).is_relative_to(tmp_path / "venv")
+    shown = check(tmp_path / "venv" / "bin" / "batchrun", "--help", cwd=tmp_path, env=environment)
+    assert "run" in shown
