@@ -43,22 +43,18 @@ def order_rows(trie: Trie, expected_output: npt.NDArray[np.float64], order: Lite
     subtree_end[0] = trie.num_nodes
     num_nodes = subtree_end - np.arange(trie.num_nodes)
     num_rows = trie.row_hi - trie.row_lo
-    nodes_before = _sum_of_earlier_siblings(trie.parent, siblings, num_nodes).tolist()
-    rows_before = _sum_of_earlier_siblings(trie.parent, siblings, num_rows).tolist()
-    rank = [0] * trie.num_nodes
-    first_position = [0] * trie.num_nodes
-    own_rows = own.tolist()
-    for node, parent in enumerate(trie.parent[1:].tolist(), start=1):
-        rank[node] = rank[parent] + 1 + nodes_before[node]
-        first_position[node] = first_position[parent] + own_rows[parent] + rows_before[node]
-    node_rank = np.array(rank, np.int64)
+    # A node comes after its parent and the siblings before it, its rows after its parent's own and those siblings'.
+    node_step = _sum_of_earlier_siblings(trie.parent, siblings, num_nodes) + 1
+    row_step = _sum_of_earlier_siblings(trie.parent, siblings, num_rows) + own[trie.parent]
+    node_step[0] = row_step[0] = 0
+    node_rank = trie.path_sums(node_step)
     if order == "given":
         rows = np.arange(trie.num_rows, dtype=np.int64)
         return RowOrder(rows, rows, node_rank)
     by_node = np.lexsort((-expected_output, trie.row_node))  # stable: equal expectations by row number
     within = np.arange(trie.num_rows) - (np.cumsum(own) - own)[trie.row_node[by_node]]
     position = np.empty(trie.num_rows, np.int64)
-    position[by_node] = np.array(first_position, np.int64)[trie.row_node[by_node]] + within
+    position[by_node] = trie.path_sums(row_step)[trie.row_node[by_node]] + within
     rows = np.empty(trie.num_rows, np.int64)
     rows[position] = np.arange(trie.num_rows)
     return RowOrder(rows, position, node_rank)

@@ -73,6 +73,13 @@ class Trie:
         path.reverse()
         return path
 
+    def path_sums(self, value: Int64Array) -> Int64Array:
+        """Per node, the sum of `value` (int64 [N]) over the nodes of its path, itself and the root included."""
+        sums = value.tolist()
+        for node, parent in enumerate(self.parent[1:].tolist(), start=1):
+            sums[node] += sums[parent]  # preorder: the parent is complete
+        return np.array(sums, np.int64)
+
 
 def build_trie(tokens: Int32Array, begin: Int64Array, length: Int32Array, shared: bool = True) -> Trie:
     """The radix tree of the rows `tokens[begin[i] : begin[i] + length[i]]`.
