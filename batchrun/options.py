@@ -1,6 +1,8 @@
 """The options of a run, as the command line and `batchrun.run` give them."""
 
+import re
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 
 from batchrun.engine.sampling_params import MAX_SEED, SamplingParams
@@ -10,6 +12,37 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ORDERS = ("plan", "given")
 OTHER_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".pq", ".xlsx", ".db", ".duckdb")
 """Endings of an output that are surely not meant as a folder's name."""
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for ending, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `4GiB`, `512MB`, `1.5 GB` or plain `1073741824`.
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b|)\s*", text, re.IGNORECASE)
+    if not found:
+        raise ValueError(f"{text!r} is no amount of memory: write it like 4GiB, 512MB or a number of bytes")
+    return int(Decimal(found[1]) * _UNITS[found[2].lower()])
+
+
+def read_text(option: str, path: str | Path) -> str:
+    """The text of a file that an option names.
+
+    Raises:
+        ValueError: the file cannot be read or is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} is {str(path)!r}, which cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} is {str(path)!r}, which is not UTF-8 text: byte {error.start} does not decode") from error
 
 
 @dataclass(frozen=True, slots=True)

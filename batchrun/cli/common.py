@@ -6,27 +6,20 @@ Each decorator adds a group of options to a command and hands the command one ob
 
 import csv
 import functools
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from decimal import Decimal
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
+from batchrun import options
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.errors import Refused
 from batchrun.options import DEVICES, DTYPES, ORDERS, PromptOptions
 
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
-UNITS = {"": 1, "b": 1} | {
-    f"{letter}{ending}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for ending, base in (("b", 1000), ("ib", 1024))
-}
 
 
 class Option(NamedTuple):
@@ -82,10 +75,10 @@ class EngineLimits:
 
 def parse_size(value: str) -> int:
     """Bytes from `4GiB`, `512MB`, `1.5 GB` or plain `1073741824`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b|)\s*", value, re.IGNORECASE)
-    if not found:
-        raise click.BadParameter(f"{value!r} is no amount of memory: write it like 4GiB, 512MB or a number of bytes")
-    return int(Decimal(found[1]) * UNITS[found[2].lower()])
+    try:
+        return options.parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def parse_names(value: str) -> tuple[str, ...]:
@@ -105,34 +98,20 @@ def refusing() -> Iterator[None]:
         raise Refused(str(error)) from error
 
 
-def read_text(option: str, path: str) -> str:
-    """The text of a file that an option names.
-
-    Raises:
-        Refused: the file cannot be read or is not UTF-8.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise Refused(f"{option} is {path!r}, which cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise Refused(f"{option} is {path!r}, which is not UTF-8 text: byte {error.start} does not decode") from error
-
-
-def _group(name: str, build: Callable[[dict[str, Any]], Any], *options: Option) -> Decorator:
+def _group(name: str, build: Callable[[dict[str, Any]], Any], *added: Option) -> Decorator:
     """A decorator that adds the options and passes build({key: value}) as one argument."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*arguments: Any, **values: Any) -> Any:
-            own = {option.key: values.pop(option.key) for option in options}
+            own = {option.key: values.pop(option.key) for option in added}
             with refusing():
                 values[name] = build(own)
             return function(*arguments, **values)
 
         # click lists options in the reverse order of decoration.
         command: Function = call
-        for option in reversed(options):
+        for option in reversed(added):
             command = click.option(option.flag, **option.settings)(command)
         return command
 
@@ -141,7 +120,7 @@ def _group(name: str, build: Callable[[dict[str, Any]], Any], *options: Option) 
 
 def _build_prompt(values: dict[str, Any]) -> PromptOptions:
     path = values.pop("template")
-    return PromptOptions(**values, template=None if path is None else read_text("--template", path))
+    return PromptOptions(**values, template=None if path is None else options.read_text("--template", path))
 
 
 prompt_options = _group(
