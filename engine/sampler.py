@@ -115,14 +115,15 @@ class Sampler:
     ) -> torch.Tensor:
         """As _draw, from top-k and top-p's candidates, found without a full sort unless a row keeps very many."""
         vocab_size, device = self.vocab_size, scores.device
-        top_k = _column([min(row.params.top_k or vocab_size, vocab_size) for row in rows], torch.int64, device)
+        limits = [min(row.params.top_k or vocab_size, vocab_size) for row in rows]
+        top_k = _column(limits, torch.int64, device)
         top_p = _column([row.params.top_p for row in rows], torch.float64, device)
         total = torch.zeros_like(top_p)
-        if any(row.params.top_k == 0 for row in rows):
+        if vocab_size in limits:
             total = self._weights(scores.clone()).sum(dim=-1, keepdim=True, dtype=torch.float64)
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=device)
         todo = torch.arange(len(rows), device=device)
-        width = min(vocab_size, max(_FIRST_CANDIDATES, 2 * max(row.params.top_k for row in rows)))
+        width = min(vocab_size, max([_FIRST_CANDIDATES, *(2 * limit for limit in limits if limit < vocab_size)]))
         while len(todo):
             values, ids = _ranked(scores[todo], width)
             weights = self._weights(values.clone())
