@@ -14,6 +14,8 @@ from batchrun.errors import Refused
 
 READ_BUFFER_BYTES = 1 << 20
 """Reading column chunks through a buffer keeps a row group of any size within bounds: unbuffered, a chunk is read whole."""
+BATCH_BYTES = 64 << 20
+"""Plain size of a batch, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +181,16 @@ def _read_file(file: SourceFile, names: list[str], batch_rows: int) -> Iterator[
     _check_unchanged(file)
     try:
         with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES) as parquet:
-            yield from parquet.iter_batches(batch_rows, columns=names)
+            yield from parquet.iter_batches(_rows_that_fit(parquet.metadata, batch_rows), columns=names)
     except (pa.ArrowException, OSError) as error:
         raise Refused(f"{file.path}: cannot be read to its end: write the file again ({_first_line(error)})") from error
+
+
+def _rows_that_fit(metadata: pq.FileMetaData, batch_rows: int) -> int:
+    """Fewer rows a batch where rows are very large."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    per_row = max(1, size // max(1, metadata.num_rows))
+    return max(1, min(batch_rows, BATCH_BYTES // per_row))
 
 
 def _conform(batch: pa.RecordBatch, wanted: pa.Schema, path: str) -> pa.RecordBatch:
