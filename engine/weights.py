@@ -1,7 +1,7 @@
 """Where a model's tensors come from: safetensors files, read one tensor at a time."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,21 +56,6 @@ class SafetensorsSource:
             raise ModelError(f"the model's weights have no tensor {name!r}: they do not fit its config.json")
         tensor: torch.Tensor = self._handles[self._where[name]].get_tensor(name)
         return tensor
-
-
-class DictSource:
-    """Tensors already in memory."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> Collection[str]:
-        return self._tensors.keys()
-
-    def get(self, name: str) -> torch.Tensor:
-        if name not in self._tensors:
-            raise ModelError(f"the model's weights have no tensor {name!r}: they do not fit its config.json")
-        return self._tensors[name]
 
 
 def weight_files(folder: Path) -> list[Path]:
