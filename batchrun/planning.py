@@ -83,9 +83,7 @@ class Target(NamedTuple):
 class JobPlan:
     """What the engine runs, and what becomes of its outputs."""
 
-    prompts: PromptSet
-    """The rows that are computed, ascending row_index; their params are clipped to the context, n is 1 when greedy."""
-    trie: Trie
+    layout: "Layout"
     order: RowOrder
     config: EngineConfig
     errors: list[RowError]
@@ -93,14 +91,26 @@ class JobPlan:
     warnings: list[str]
     prompt_tokens: int
     """Of all the rows that run or are fanned out, each once."""
-    pages_needed: Int64Array
-    """[computed rows], pages of the path and the longest output of one sample."""
     target_begin: Int64Array
     """[computed rows + 1], the interval of the target arrays that belongs to each."""
     target_row: Int64Array
     """[targets], row_index."""
     target_copies: Int32Array
     """[targets], how often each sample of the computed row is written: n for a greedy row, else 1."""
+
+    @property
+    def prompts(self) -> PromptSet:
+        """The rows that are computed, ascending row_index; their max_tokens end at the context, n is 1 when greedy."""
+        return self.layout.prompts
+
+    @property
+    def trie(self) -> Trie:
+        return self.layout.trie
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Output tokens computed when every output is as long as it may be."""
+        return int((self.layout.max_tokens * self.layout.samples).sum())
 
     def fan_out(self, row_index: int) -> list[Target]:
         """The input rows that a computed row stands for, itself first.
@@ -171,8 +181,7 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
     max_running = limits.max_running or DEFAULT_MAX_RUNNING
     by_computed = np.argsort(local, kind="stable")
     return JobPlan(
-        prompts=layout.prompts,
-        trie=layout.trie,
+        layout=layout,
         order=order,
         config=EngineConfig(
             num_pages=fixed_pages or min(most_pages, useful_pages(layout, order, limits.order == "plan", max_running)),
@@ -185,7 +194,6 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
         errors=errors,
         warnings=[f"{_rows(repeated)} greedy with n > 1: computed once, its one output written n times"] if repeated else [],
         prompt_tokens=int(prompts.length.sum(dtype=np.int64)),
-        pages_needed=layout.pages,
         target_begin=np.searchsorted(local[by_computed], np.arange(len(layout.prompts) + 1)).astype(np.int64),
         target_row=prompts.row_index[by_computed],
         target_copies=copies[by_computed],
@@ -290,26 +298,58 @@ def _most_pages(layout: Layout, kv: KVSize) -> int:
     return max(usual, min(longest, 4 * usual))
 
 
+class _Walk(NamedTuple):
+    """Pages along the order of the rows, int64 [rows] each but `total`."""
+
+    path: Int64Array
+    output: Int64Array
+    """Of the samples that run side by side."""
+    slots: Int64Array
+    """Those samples."""
+    total: Int64Array
+    """[rows + 1], pages that the rows before this one added to those before them."""
+
+    @property
+    def alone(self) -> Int64Array:
+        """What a window of rows that begins here needs beyond the rows after the first."""
+        return self.path + self.output - self.total[1:]
+
+
+def _walk(layout: Layout, order: RowOrder, depth_first: bool, max_running: int) -> _Walk:
+    rows = order.rows
+    slots = np.minimum(layout.samples, max_running)[rows]
+    path, output = layout.path_pages[rows], layout.output_pages[rows] * slots
+    new = np.zeros(len(rows), np.int64)
+    if depth_first:
+        np.add.at(new, _first_use(layout.trie, order)[1:], layout.node_pages[1:])  # the root has no pages
+    else:
+        new += path
+    return _Walk(path, output, slots, np.append(0, np.cumsum(new + output)))
+
+
 def useful_pages(layout: Layout, order: RowOrder, depth_first: bool, max_running: int) -> int:
     """The pool beyond which this job gains nothing: `max_running` samples side by side, with their paths and outputs."""
     if not len(layout.prompts):
         return 1
     everything = int(layout.node_pages.sum() + (layout.samples * layout.output_pages).sum())
-    rows = order.rows
-    slots = np.minimum(layout.samples, max_running)[rows]
-    first_slot = np.cumsum(slots) - slots
-    window_end = np.searchsorted(first_slot, first_slot + max_running)
-    path, output = layout.path_pages[rows], layout.output_pages[rows] * slots
-    new = np.zeros(len(rows), np.int64)
-    if depth_first:
-        np.add.at(new, _first_use(layout.trie, order), layout.node_pages)
-    else:
-        new += path
-    total = np.append(0, np.cumsum(new + output))
-    window = path + output + total[window_end] - total[np.arange(len(rows)) + 1]
+    walk = _walk(layout, order, depth_first, max_running)
+    first_slot = np.cumsum(walk.slots) - walk.slots
+    window = walk.alone + walk.total[np.searchsorted(first_slot, first_slot + max_running)]
     # Twice the longest path: then the next row's prefix can be computed while the last one is still in use.
-    wanted = max(int(POOL_SLACK * int(window.max())), int((2 * path + output).max()))
+    wanted = max(int(POOL_SLACK * int(window.max())), int((2 * walk.path + walk.output).max()))
     return max(min(wanted, everything), int(layout.pages.max()))
+
+
+def rows_side_by_side(plan: JobPlan, pages: int, depth_first: bool) -> int:
+    """Samples that a pool of `pages` holds at once with their paths and longest outputs: the mean over places in the order."""
+    if not len(plan.prompts):
+        return 0
+    walk = _walk(plan.layout, plan.order, depth_first, max_running=int(plan.layout.samples.max()))
+    end = np.searchsorted(walk.total, pages - walk.alone, side="right") - 1
+    num_samples = np.append(0, np.cumsum(walk.slots))
+    # Windows that the end of the job cuts short say nothing, unless all of it fits.
+    full = np.flatnonzero(end < len(walk.path)) if end[0] < len(walk.path) else np.array([0])
+    return int(np.mean(np.maximum(num_samples[end[full]] - num_samples[full], 0)))
 
 
 def _first_use(trie: Trie, order: RowOrder) -> Int64Array:
