@@ -1,6 +1,7 @@
 """`batchrun run`: the main job."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,7 @@ def run_command(
     return _run(options, quiet, summary_json)
 
 
-def work_folder(output: Path) -> Path:
-    """Where the unfinished job of an output lies."""
-    return output.with_name(output.name + ".batchrun")
-
-
 def _run(options: RunOptions, quiet: bool, summary_json: bool) -> int:
-    work = work_folder(options.output)
     with StopSignals() as signals:
         try:
             from batchrun import pipeline
@@ -88,12 +83,13 @@ def _run(options: RunOptions, quiet: bool, summary_json: bool) -> int:
         except (Interrupted, Stopped):
             if signals.signal_number is None:
                 raise
-            _say_stopped(signals.signal_number, work)
+            _say_stopped(signals.signal_number, options.output)
             return 128 + signals.signal_number
         except BatchrunError:
             raise
         except Exception as error:
-            raise Stopped(f"{one_line(error)}; the traceback is in {log_crash(error, work)}" + _resume_hint(work)) from error
+            log = log_crash(error, _work_folder(options.output))
+            raise Stopped(f"{one_line(error)}; the traceback is in {log}{_resume_hint(options.output)}") from error
     if summary_json:
         try:
             click.echo(json.dumps(result.summary, ensure_ascii=True))
@@ -106,11 +102,17 @@ def _run(options: RunOptions, quiet: bool, summary_json: bool) -> int:
     return result.exit_code
 
 
-def _say_stopped(signal_number: int, work: Path) -> None:
-    import signal
+def _work_folder(output: Path) -> Path:
+    # Imported here, because it brings pyarrow along, which parsing and refusing need not wait for.
+    from batchrun.ledger import work_path
 
-    print(f"batchrun: stopped by {signal.Signals(signal_number).name}{_resume_hint(work)}", file=sys.stderr, flush=True)
+    return work_path(output)
 
 
-def _resume_hint(work: Path) -> str:
-    return "; the same command with --resume goes on from here" if work.is_dir() else ""
+def _say_stopped(signal_number: int, output: Path) -> None:
+    name = signal.Signals(signal_number).name
+    print(f"batchrun: stopped by {name}{_resume_hint(output)}", file=sys.stderr, flush=True)
+
+
+def _resume_hint(output: Path) -> str:
+    return "; the same command with --resume goes on from here" if _work_folder(output).is_dir() else ""
