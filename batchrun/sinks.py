@@ -18,8 +18,8 @@ from batchrun.disk import sync_file, sync_folder, writing
 from batchrun.errors import Refused, Stopped
 from batchrun.ledger import REPLACED, WorkFolder
 from batchrun.merge import sorted_results
-from batchrun.resume import FOOTER_KEY
 from batchrun.results import ResultRow, kept_columns, output_schema, to_batch
+from batchrun.resume import FOOTER_KEY
 from batchrun.sources import Source
 from batchrun.utf8 import repair_utf8
 

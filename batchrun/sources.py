@@ -188,8 +188,8 @@ def _read_file(file: SourceFile, names: list[str], batch_rows: int) -> Iterator[
 
 def _rows_that_fit(metadata: pq.FileMetaData, batch_rows: int) -> int:
     """Fewer rows a batch where rows are very large."""
-    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    per_row = max(1, size // max(1, metadata.num_rows))
+    size: int = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    per_row: int = max(1, size // max(1, metadata.num_rows))
     return max(1, min(batch_rows, BATCH_BYTES // per_row))
 
 

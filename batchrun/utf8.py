@@ -51,16 +51,17 @@ def _is_valid(column: pa.Array) -> bool:
 
 def _decoded(cell: pa.Scalar) -> Any:
     """The cell as Python values that make an array again: texts decoded with U+FFFD, everything else as the scalar it is."""
+    decoded: Any = cell
     if not cell.is_valid:
-        return None
-    if isinstance(cell, (pa.StringScalar, pa.LargeStringScalar, pa.StringViewScalar)):
-        return cell.as_buffer().to_pybytes().decode("utf-8", "replace")
-    if isinstance(cell, pa.DictionaryScalar):
-        return _decoded(cell.value)
-    if isinstance(cell, pa.StructScalar):
-        return {name: _decoded(item) for name, item in cell.items()}
-    if isinstance(cell, pa.MapScalar):
-        return [(_decoded(pair[0]), _decoded(pair[1])) for pair in cell.values]
-    if isinstance(cell, pa.ListScalar):
-        return [_decoded(item) for item in cell.values]
-    return cell
+        decoded = None
+    elif isinstance(cell, (pa.StringScalar, pa.LargeStringScalar, pa.StringViewScalar)):
+        decoded = cell.as_buffer().to_pybytes().decode("utf-8", "replace")
+    elif isinstance(cell, pa.DictionaryScalar):
+        decoded = _decoded(cell.value)
+    elif isinstance(cell, pa.StructScalar):
+        decoded = {name: _decoded(item) for name, item in cell.items()}
+    elif isinstance(cell, pa.MapScalar):
+        decoded = [(_decoded(pair[0]), _decoded(pair[1])) for pair in cell.values]
+    elif isinstance(cell, pa.ListScalar):
+        decoded = [_decoded(item) for item in cell.values]
+    return decoded
