@@ -102,6 +102,16 @@ def test_weights_are_bit_identical_whatever_place_a_row_has_in_the_batch() -> No
         assert torch.equal(torch.exp(padded)[before : before + VOCAB], alone)
 
 
+def test_sums_of_weights_are_exact_in_any_order() -> None:
+    # The other thing that it rests on: whole numbers below 2^53 have one sum.
+    sampler, logits = Sampler(0, VOCAB), random_logits(1, spread=0.5)[0]
+    weights = sampler._weights(logits - logits.max())
+    assert int(weights.max()) * VOCAB <= 2**53
+    exact = sum(int(weight) for weight in weights.tolist())
+    assert [weight % 1 for weight in weights.tolist()] == [0.0] * VOCAB
+    assert int(weights.sum(dtype=torch.float64)) == int(weights.flip(0).cumsum(0, dtype=torch.float64)[-1]) == exact
+
+
 def test_working_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(30)
     rows = [row(MIXED[i % len(MIXED)], i) for i in range(30)]
@@ -275,6 +285,7 @@ def test_equal_logits_at_a_boundary_are_kept_by_lowest_id() -> None:
 def test_min_p_keeps_a_token_exactly_at_the_threshold() -> None:
     even = torch.tensor([1.0, 1.0, 0.0])
     assert support(even, SamplingParams(temperature=1.0, min_p=1.0)) == {0, 1}
+    assert support(even, SamplingParams(temperature=1.0, min_p=1.0, top_k=2)) == {0, 1}
 
 
 def test_a_seeded_row_draws_the_same_in_any_place_and_job() -> None:
