@@ -73,7 +73,6 @@ class RowReader:
         if prompt.template is None:
             self.prompt_column, self.messages_column = _choose(schema, prompt)
         else:
-            _refuse_beside_template(prompt)
             self.prompt_column, self.messages_column = Choice(None, None)
             self.template_columns = [name for name in schema.names if template_columns is None or name in template_columns]
         self.tools_column = _choose_tools(schema, prompt)
@@ -130,17 +129,7 @@ def check_input_columns(
 # --- which columns --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_beside_template(prompt: PromptOptions) -> None:
-    for option, value in (("--prompt-column", prompt.prompt_column), ("--messages-column", prompt.messages_column)):
-        if value is not None:
-            raise Refused(f"--template and {option} both say where the prompt comes from: give one of them")
-
-
 def _choose(schema: pa.Schema, prompt: PromptOptions) -> Choice:
-    if prompt.prompt_column is not None and prompt.messages_column is not None:
-        raise Refused("--prompt-column and --messages-column both say where the prompt comes from: give one of them")
-    if prompt.raw and prompt.messages_column is not None:
-        raise Refused("--raw and --messages-column contradict each other: raw prompts are text, leave out one of them")
     for option, name in (("--prompt-column", prompt.prompt_column), ("--messages-column", prompt.messages_column)):
         if name is not None and name not in schema.names:
             raise Refused(f"{option}: {no_such_column(name, schema.names)}")
@@ -165,8 +154,6 @@ def _choose(schema: pa.Schema, prompt: PromptOptions) -> Choice:
 
 def _choose_tools(schema: pa.Schema, prompt: PromptOptions) -> str | None:
     if prompt.tools_column is not None:
-        if prompt.raw:
-            raise Refused("--raw and --tools-column contradict each other: tools need a chat template, leave out one of them")
         if prompt.tools_column not in schema.names:
             raise Refused(f"--tools-column: {no_such_column(prompt.tools_column, schema.names)}")
         return prompt.tools_column
