@@ -127,7 +127,6 @@ def _sort_rows(tokens: Int32Array, begin: Int64Array, length: Int32Array) -> tup
         ranking = _argsort_keys(keys)
         order[places] = rows = rows[ranking]
         common = _common_with_previous(keys, ranking)
-        common[~ties] = 0
         reached = np.minimum(depth + common, np.minimum(length[rows], length[np.roll(rows, 1)]))
         lcp[places[ties]] = reached[ties]
         ties &= common == BLOCK_TOKENS
