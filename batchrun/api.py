@@ -72,7 +72,8 @@ def run(table_or_paths: Inputs, output: str | Path | None = None, model: str | P
     with _scratch_folder() as scratch:
         target = scratch / "output.parquet" if output is None else Path(output)
         made = _run_options(_as_paths(table_or_paths, scratch), target, model, options)
-        done = pipeline.run(made, progress=None if quiet else Progress(quiet=False))
+        with Progress(quiet=quiet) as progress:
+            done = pipeline.run(made, progress=progress)
         result = RunResult(summary=dict(done.summary), warnings=tuple(done.warnings), output=None if output is None else target)
         if output is None:
             result._table = _read_output(target)

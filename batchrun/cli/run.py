@@ -77,7 +77,8 @@ def _run(options: RunOptions, quiet: bool, summary_json: bool) -> int:
             from batchrun import pipeline
             from batchrun.progress import Progress
 
-            result = pipeline.run(options, progress=Progress(quiet=quiet), stop=signals.requested)
+            with Progress(quiet=quiet) as progress:
+                result = pipeline.run(options, progress=progress, stop=signals.requested)
         except ModelError as error:
             raise Refused(str(error)) from error
         except (Interrupted, Stopped):

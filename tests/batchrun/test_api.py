@@ -59,7 +59,15 @@ def test_a_table_in_memory_comes_back_with_answers_and_leaves_no_file(
     assert result.table.to_pydict() == {"id": [1, 2, 3], "prompt": ["a", "b", "c"], "output": ["A", "B", "C"]}
     assert (result.summary, result.warnings, result.output) == ({"rows": 3}, ("w",), None)
     assert list(tmp_path.iterdir()) == []
-    assert pipeline.progress is None
+
+
+def test_nothing_is_printed_unless_asked_for(pipeline: Pipeline, table: pa.Table, capsys: pytest.CaptureFixture[str]) -> None:
+    batchrun.run(table)
+    pipeline.progress.phase("running")
+    assert capsys.readouterr() == ("", "")
+    batchrun.run(table, quiet=False)
+    pipeline.progress.phase("running")
+    assert "running" in capsys.readouterr().err
 
 
 def test_anything_that_exports_arrow_streams_is_a_table(pipeline: Pipeline, table: pa.Table) -> None:
