@@ -50,11 +50,8 @@ class ConvertedModel:
             raise ModelError(f"{path} cannot be read: {error}") from error
         self._opened: GgufFile | None = None
         self._folder: Path | None = cache_folder() / f"{self.content_hash}-v{CONVERTER_VERSION}"
-        if not (self._folder / "config.json").is_file():
+        if not self._read_tokenizer(self._folder):
             self._folder = self._convert_tokenizer(self._folder)
-        if self._folder is not None:
-            self.config = ModelConfig.from_hf(read_json(self._folder / "config.json"))
-            self.tokenizer = Tokenizer.from_folder(self._folder)
 
     def weights(self, dtype: "torch.dtype") -> "TensorSource":
         """The weights rounded to dtype, from the cache; from the file itself in float32 when there is no cache."""
@@ -76,6 +73,19 @@ class ConvertedModel:
         if self._opened is None:
             self._opened = GgufFile(self.path)
         return self._opened
+
+    def _read_tokenizer(self, folder: Path) -> bool:
+        """Set config and tokenizer from the cache, if they are there."""
+        if not (folder / "config.json").is_file():
+            return False
+        try:
+            self.config = ModelConfig.from_hf(read_json(folder / "config.json"))
+            self.tokenizer = Tokenizer.from_folder(folder)
+        except ModelError:
+            _log.warning("the cached conversion %s is damaged: converting again", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            return False
+        return True
 
     def _convert_tokenizer(self, folder: Path) -> Path | None:
         """Set config and tokenizer from the file; the folder that now holds them, or None when it cannot be written."""

@@ -75,6 +75,8 @@ class GgufFile:
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
             raise ModelError(f"{path} cannot be read as GGUF ({error}): is it cut? Fetch it again") from error
+        if (parts := self.metadata.get("split.count", 0)) > 1:
+            raise ModelError(f"{path} is one of {parts} parts: join them into one file first (llama.cpp's gguf-split --merge)")
         self._stored = {tensor.name: tensor for tensor in reader.tensors}
         factors = self._stored.get("rope_freqs.weight")
         rope_factors = None if factors is None else [float(value) for value in np.asarray(factors.data).ravel()]

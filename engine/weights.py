@@ -1,6 +1,7 @@
 """Where a model's tensors come from: safetensors files, read one tensor at a time."""
 
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,3 +106,5 @@ def write_safetensors(path: Path, source: TensorSource, dtype: torch.dtype) -> N
         assert len(encoded) <= room, (len(encoded), room)
         file.seek(8)
         file.write(encoded)
+        file.flush()
+        os.fsync(file.fileno())  # a machine that stops now must not leave a file of the right size full of zeros
