@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from batchrun.kernels.spec import KVConfig
 
@@ -19,16 +19,14 @@ class KVCache:
     """
 
     def __init__(self, config: KVConfig, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages is {num_pages}: it must be at least 1")
         self.config = config
         self.num_slots = num_pages * PAGE_SIZE
         self.zero_slot = self.num_slots
         """A slot of zeros that nothing writes: what padded reads find instead of another row's leftovers."""
         self.data = torch.empty(
-            config.num_layers, self.num_slots + PAGE_SIZE, 2, config.num_kv_heads, config.head_dim, dtype=config.dtype
+            config.num_layers, 2, config.num_kv_heads, self.num_slots + PAGE_SIZE, config.head_dim, dtype=config.dtype
         )
-        self.data[:, self.zero_slot :] = 0
+        self.data[:, :, :, self.zero_slot :] = 0
         self._scratch: dict[str, torch.Tensor] = {}
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -46,19 +44,19 @@ class KVCache:
 
 def write_kv(kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
     """Store the keys and values of T tokens; the contract is in `ops.write_kv`."""
-    pool = kv.data[layer]
-    pool[:, 0].index_copy_(0, slots, k)
-    pool[:, 1].index_copy_(0, slots, v)
+    keys, values = kv.data[layer].unbind(0)
+    keys.index_copy_(1, slots, k.transpose(0, 1))
+    values.index_copy_(1, slots, v.transpose(0, 1))
 
 
 def copy_kv(kv: KVCache, source_slots: torch.Tensor, target_slots: torch.Tensor) -> None:
     """Copy tokens in all layers; the contract is in `ops.copy_kv`."""
-    kv.data.index_copy_(1, target_slots, kv.data.index_select(1, source_slots))
+    kv.data.index_copy_(3, target_slots, kv.data.index_select(3, source_slots))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in float32, result in x's dtype."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rms_norm_residual(
@@ -93,7 +91,7 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of gate_up [..., 2 * I], gate first -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return functional.silu(gate).mul_(up)
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,6 @@ def linear(x: torch.Tensor, weight: "PackedLinear | torch.Tensor") -> torch.Tens
     `weight` is a tensor or what `pack_linear` made of it. No bias.
     """
     if isinstance(weight, torch.Tensor):
-        return F.linear(x, weight)
+        return functional.linear(x, weight)
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.blocked, None, "none", [], "")
     return out

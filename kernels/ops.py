@@ -4,7 +4,8 @@ import torch
 
 from batchrun.kernels import cpu
 from batchrun.kernels.cpu import KVCache, PackedLinear, linear, pack_linear, rms_norm, rms_norm_residual, rotary, silu_mul
-from batchrun.kernels.cpu_attention import AttentionPlan, advance_plan, attend, build_plan
+from batchrun.kernels.cpu_attention import attend
+from batchrun.kernels.cpu_plan import AttentionPlan, advance_plan, build_plan
 from batchrun.kernels.spec import AttentionItem, KVConfig
 
 __all__ = [
@@ -47,6 +48,8 @@ def allocate_kv(config: KVConfig, num_pages: int) -> KVCache:
         ValueError: num_pages below 1, or a device that has no implementation.
     """
     page_size(config.device)
+    if num_pages < 1:
+        raise ValueError(f"num_pages is {num_pages}: it must be at least 1")
     return cpu.KVCache(config, num_pages)
 
 

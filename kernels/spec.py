@@ -76,7 +76,7 @@ def check_items(items: list[AttentionItem], num_tokens: int, num_slots: int) -> 
         if not 0 <= item.num_keys <= reserved:
             raise ValueError(f"item {i} has {item.num_keys} keys: its runs hold {reserved} slots")
         if item.causal and 0 < item.num_keys < item.query_count:
-            raise ValueError(f"item {i} is causal with {item.num_keys} keys for {item.query_count} queries: each query needs its own")
+            raise ValueError(f"item {i} is causal with {item.num_keys} keys for {item.query_count} queries: each needs its own")
         covered[start:end] = b"\1" * (end - start)
     if 0 in covered:
         raise ValueError(f"token {covered.index(0)} is in no attention item")
