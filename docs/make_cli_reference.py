@@ -7,6 +7,7 @@ import click
 from batchrun.cli.main import cli
 
 TARGET = Path(__file__).with_name("cli.md")
+WIDTH = 110
 HEAD = """# Command line
 
 Made from the program's own help by `make docs`; do not edit.
@@ -18,13 +19,18 @@ Exit codes: 0 every row is fine; 1 finished, some rows have errors; 2 refused be
 
 def reference() -> str:
     """The whole page."""
-    root = click.Context(cli, info_name="batchrun", terminal_width=110, max_content_width=110)
+    root = _context(cli, None, "batchrun")
     parts = [HEAD, _section(root)]
     for name in cli.list_commands(root):
         command = cli.get_command(root, name)
         assert command is not None, f"batchrun --help lists {name}, which is not there"
-        parts.append(_section(click.Context(command, parent=root, info_name=name, terminal_width=110, max_content_width=110)))
+        parts.append(_section(_context(command, root, name)))
     return "\n".join(parts)
+
+
+def _context(command: click.Command, parent: click.Context | None, name: str) -> click.Context:
+    # Through make_context, which applies the command's own settings, among them the names of the help option.
+    return command.make_context(name, [], parent, resilient_parsing=True, terminal_width=WIDTH, max_content_width=WIDTH)
 
 
 def _section(context: click.Context) -> str:
