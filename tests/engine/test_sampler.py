@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchrun.engine.sampler import Sampler, SampleRow
+from batchrun.engine.sampler import Sampler, SampleRow, _invert
 from batchrun.engine.sampling_params import SamplingParams
 
 VOCAB = 1003  # not a multiple of any vector width
@@ -110,6 +110,18 @@ def test_sums_of_weights_are_exact_in_any_order() -> None:
     exact = sum(int(weight) for weight in weights.tolist())
     assert [weight % 1 for weight in weights.tolist()] == [0.0] * VOCAB
     assert int(weights.sum(dtype=torch.float64)) == int(weights.flip(0).cumsum(0, dtype=torch.float64)[-1]) == exact
+
+
+@pytest.mark.parametrize("width", [4, 64, 65, 130, 200])
+def test_inversion_gives_each_token_exactly_its_share(width: int) -> None:
+    # 0, 1, 2, 0, 1, 2, ... whole weights and as many evenly spaced numbers as their sum: each token its weight's times.
+    weights = (torch.arange(width) % 3).float()
+    total = int(weights.sum())
+    uniform = (torch.arange(total, dtype=torch.float64) / total)[:, None]
+    tokens = _invert(weights.expand(total, -1), uniform + 1e-12)
+    assert tokens.tolist() == [i for i in range(width) for _ in range(i % 3)]
+    last = _invert(weights[None], torch.tensor([[1.0 - 2.0**-53]], dtype=torch.float64))
+    assert last.item() == max(i for i in range(width) if i % 3)
 
 
 def test_working_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
