@@ -70,12 +70,14 @@ def _go_on(output: Path, fingerprint: Mapping[str, Any], lock: RunLock) -> Prepa
     folder = work_path(output)
     settings = read_settings(folder)
     if settings is None:
-        if _exists(output):
-            raise Refused(
-                f"{output}: exists, and the work beside it did not begin: --overwrite replaces it, or choose another -o"
-            )
+        # Either the run had hardly begun, or the removal of the folder was all but done.
+        finished = _finished(output, fingerprint) if _exists(output) else None
         lock.release()
-        return Prepared("fresh", WorkFolder.create(output, fingerprint, overwrite=True))
+        work = WorkFolder.create(output, fingerprint, reuse=True)
+        if finished is None:
+            return Prepared("fresh", work)
+        work.remove()
+        return finished
     if _exists(output):
         footer = _footer(output)
         if footer is not None and footer.get("job_id") == settings["job_id"]:
