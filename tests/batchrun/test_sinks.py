@@ -92,14 +92,14 @@ def test_parts_have_one_schema_whatever_their_rows(tmp_path):
 # --- the final output ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 26, 4000])
+@pytest.mark.parametrize("bucket_bytes", [1 << 26, 10_000])
 @pytest.mark.parametrize("name", ["out.parquet", "run [v2]"])
 def test_rows_come_in_input_order_then_sample_order(tmp_path, monkeypatch, bucket_bytes, name):
     monkeypatch.setattr(sinks, "sorted_results", lambda work: merge.sorted_results(work, bucket_bytes))
     rng = random.Random(0)
-    source = make_source(tmp_path, {"prompt": [f"p{i}" for i in range(3000)], "x": list(range(3000))})
-    samples = np.array([rng.choice((1, 1, 1, 2, 5)) for _ in range(3000)])
-    rows = [answer(row, sample) for row in range(3000) for sample in range(samples[row])]
+    source = make_source(tmp_path, {"prompt": [f"p{i}" for i in range(1500)], "x": list(range(1500))})
+    samples = np.array([rng.choice((1, 1, 1, 2, 5)) for _ in range(1500)])
+    rows = [answer(row, sample) for row in range(1500) for sample in range(samples[row])]
     rng.shuffle(rows)
     for i, row in enumerate(rows):
         if row.sample == 0 and samples[row.row_index] == 1 and i % 10 == 0:
@@ -109,7 +109,7 @@ def test_rows_come_in_input_order_then_sample_order(tmp_path, monkeypatch, bucke
     report = finish(source, work, samples=samples)
     table = pa.concat_tables(pq.ParquetFile(file).read() for file in report.files)
     keys = list(zip(table["row_index"].to_pylist(), table["sample"].to_pylist(), strict=True))
-    assert keys == [(row, sample) for row in range(3000) for sample in range(samples[row])]
+    assert keys == [(row, sample) for row in range(1500) for sample in range(samples[row])]
     assert table["prompt"].to_pylist() == [f"p{row}" for row, _ in keys]
     assert table["x"].to_pylist() == [row for row, _ in keys]
     expected = {(row.row_index, row.sample): (row.output, row.error) for row in rows}
