@@ -71,8 +71,6 @@ def check(options: PromptOptions, chat_template: str | None, columns: Collection
         missing = sorted(template_columns(options.template) - set(columns))
         if missing:
             raise Refused(f"--template uses {_names(missing)}, which the input does not have: its columns are {_names(columns)}")
-    if options.raw and options.system is not None:
-        raise Refused("--system needs a chat template, and --raw uses none: leave one of them out")
     if options.raw and uses_messages:
         raise Refused("--raw continues plain text, and the rows have messages: leave --raw out, or choose a --prompt-column")
     if options.raw or chat_template is not None:

@@ -132,11 +132,9 @@ class SpecialText:
 
     def _probe_anchor(self) -> bool:
         """Whether text after a special token is encoded otherwise than at the start, as SentencePiece's leading space does."""
-        for token, number in self._ids.items():
-            if self._strips_of(token) == (False, False):
-                whole = self._tokenizer.encode(f"{token}a b", parse_special=True)
-                return whole != [number, *self._tokenizer.encode("a b", parse_special=False)]
-        return False
+        token, number = next(iter(self._ids.items()))
+        whole = self._tokenizer.encode(f"{token}a b", parse_special=True)
+        return whole != [number, *self._tokenizer.encode("a b", parse_special=False)]
 
     def _strips_of(self, token: str) -> tuple[bool, bool]:
         """Whether the token takes the whitespace to its left, and to its right, into itself."""
