@@ -144,7 +144,7 @@ def prompt_set(
 ) -> PromptSet:
     """The rows that have tokens; those of length 0 are in error and left out."""
     rows = PromptSet(tokens, begin, length, row_index, params_id, list(params.table))
-    return _take(rows, length > 0)
+    return take(rows, length > 0)
 
 
 def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize) -> JobPlan:
@@ -166,7 +166,7 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
     while True:
         representative = _representatives(prompts, limits)
         kept = representative == np.arange(len(prompts))
-        layout = _lay_out(_take(prompts, kept), limits.prefix_cache, kv.page_size)
+        layout = _lay_out(take(prompts, kept), limits.prefix_cache, kv.page_size)
         most_pages = fixed_pages or _most_pages(layout, kv)
         local = (np.cumsum(kept) - 1)[representative]
         unfit = (layout.pages > most_pages)[local]
@@ -174,7 +174,7 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
             break
         # Without these rows, those that shared their path have fewer nodes and need fewer pages: lay out again.
         errors += [_never_fits(prompts, int(row), int(layout.pages[local[row]]), most_pages, kv) for row in np.flatnonzero(unfit)]
-        prompts, copies = _take(prompts, ~unfit), copies[~unfit]
+        prompts, copies = take(prompts, ~unfit), copies[~unfit]
     errors.sort(key=lambda error: error.row_index)
     expected_output = (layout.max_tokens * layout.samples).astype(np.float64)
     order = order_rows(layout.trie, expected_output, "given" if limits.order == "given" else "plan")
@@ -204,7 +204,8 @@ def _rows(count: int) -> str:
     return "1 row is" if count == 1 else f"{count} rows are"
 
 
-def _take(prompts: PromptSet, rows: npt.NDArray[np.bool_]) -> PromptSet:
+def take(prompts: PromptSet, rows: npt.NDArray[np.bool_]) -> PromptSet:
+    """The rows where `rows`, bool [rows], is true."""
     return replace(
         prompts,
         begin=prompts.begin[rows],
@@ -234,7 +235,7 @@ def _within_context(prompts: PromptSet, max_context: int) -> tuple[PromptSet, li
         what = "more than" if length > max_context else "which leaves no room for output in"
         message = f"the prompt has {length} tokens, {what} the model's context of {max_context}: shorten it"
         errors.append(RowError(row_index=int(prompts.row_index[row]), message=message))
-    prompts = _take(prompts, prompts.length < max_context)
+    prompts = take(prompts, prompts.length < max_context)
     max_tokens = np.array([params.max_tokens for params in prompts.params_table], np.int64)[prompts.params_id]
     room = max_context - prompts.length.astype(np.int64)
     params_id, table = prompts.params_id.copy(), ParamsTable(prompts.params_table)

@@ -86,7 +86,7 @@ class Engine:
             sequence.output_ids.append(token)
             sequence.token_times.append(ended)
             self.stats.output_tokens += 1
-            reason = sequence.stopping.push(token)
+            reason = sequence.stopping.push(token, len(sequence.output_ids))
             if reason is not None:
                 finished.append(_completed(sequence, reason))
                 scheduler.finish(sequence)

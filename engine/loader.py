@@ -45,8 +45,6 @@ class LoadedModel:
     """Of weights, activations and KV."""
     device: str
     """`cpu` or `cuda`."""
-    content_hash: str
-    """xxh3-128 (hex) of the bytes of the weights' files and of those that decide on ids and ends; of the GGUF file alone."""
 
 
 def resolve_model(model: str | None) -> ModelSource:
@@ -107,32 +105,45 @@ def load_model(source: ModelSource, device: str, dtype: str, threads: int | None
         from batchrun.engine.conversion import ConvertedModel
 
         converted = ConvertedModel(source.path)
-        config, tokenizer, content_hash = converted.config, converted.tokenizer, converted.content_hash
+        config, tokenizer = converted.config, converted.tokenizer
         weights = converted.weights(compute_dtype)
     else:
         from batchrun.engine.weights import SafetensorsSource, weight_files
 
         config, tokenizer = load_tokenizer(source)
-        files = weight_files(source.path)
-        content_hash = hash_files([*files, *(source.path / name for name in _DECIDING_FILES if (source.path / name).is_file())])
-        weights = SafetensorsSource(files)
+        weights = SafetensorsSource(weight_files(source.path))
     decoder = Decoder(config, weights, compute_dtype, device)
-    return LoadedModel(config, decoder, tokenizer, source.name, compute_dtype, device, content_hash)
+    return LoadedModel(config, decoder, tokenizer, source.name, compute_dtype, device)
+
+
+def content_hash(source: ModelSource) -> str:
+    """xxh3-128 (hex) of the bytes of the weights' files and of those that decide on ids and ends; of the GGUF file alone.
+
+    Raises:
+        ModelError: there are no weights, or a file cannot be read.
+    """
+    if source.kind == "gguf":
+        files = [source.path]
+    else:
+        from batchrun.engine.weights import weight_files
+
+        deciding = (source.path / name for name in _DECIDING_FILES)
+        files = [*weight_files(source.path), *(path for path in deciding if path.is_file())]
+    try:
+        return hash_files(files)
+    except OSError as error:
+        raise ModelError(f"{source.path} cannot be read: {error}") from error
 
 
 def pick_device(device: str) -> str:
-    """`cpu` or `cuda`; auto takes CUDA where there is a device.
+    """The device to compute on: `cpu`, the only one with kernels so far.
 
     Raises:
-        ModelError: cuda without a CUDA device.
+        ModelError: cuda.
     """
-    import torch
-
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("--device is cuda but torch finds no CUDA device: use --device cpu, or install a CUDA build of torch")
-    return device
+    if device == "cuda":
+        raise ModelError("--device is cuda, but this version computes on the CPU only: use --device cpu")
+    return "cpu"
 
 
 def pick_dtype(dtype: str, device: str) -> "torch.dtype":
