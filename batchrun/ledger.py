@@ -176,7 +176,10 @@ class WorkFolder:
             return table if names is None else table.select(names)
 
     def remove(self) -> None:
-        """Delete the folder: the output is in place. Lets go of the lock last."""
+        """Delete the folder: the output is in place. Lets go of the lock last. Harmless when removed before."""
+        if not self.path.exists():
+            self.close()
+            return
         with writing(self.path):
             _clear(self.path, keep={LOCK_FILE, RUN_FILE})
             # run.json goes near the end: while it is there, a killed removal is known for what it is.

@@ -118,6 +118,8 @@ def check_output(
     """
     if resume and overwrite:
         raise Refused("--resume and --overwrite contradict each other: give one of them")
+    if output.name in ("", ".."):
+        raise Refused(f"-o {output}: has no name of its own: give a .parquet file or a new folder")
     is_file = output.suffix == ".parquet"
     if not is_file and output.suffix and not output.is_dir():
         raise Refused(f"-o {output}: must end in .parquet (one file) or have no suffix (a folder of part files)")
@@ -146,10 +148,7 @@ def _check_work(folder: Path, may_use: bool) -> None:
     if not folder.is_dir():
         raise Refused(f"{folder}: is in the way of the work folder: move it away")
     if (folder / LOCK_FILE).exists():
-        try:
-            RunLock(folder / LOCK_FILE).release()
-        except OSError as error:
-            raise Refused(f"{folder}: cannot be used: {error.strerror}: mend its permissions or choose another -o") from error
+        RunLock(folder / LOCK_FILE).release()
     if not may_use:
         raise Refused(f"{folder}: holds the work of a run that did not finish: --resume goes on with it, --overwrite starts over")
 

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,8 @@ def _first_line(error: Exception) -> str:
 def _read_footer(path: str) -> tuple[SourceFile, pa.Schema]:
     try:
         status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise Refused(f"{path}: is not a regular file: write the rows to a Parquet file first")
         with pq.ParquetFile(path) as parquet:
             schema = parquet.schema_arrow
             num_rows = parquet.metadata.num_rows

@@ -207,6 +207,7 @@ def test_differences_name_the_entry_and_show_where_values_part():
 def test_abandoning_a_run_that_did_nothing_leaves_no_trace(tmp_path):
     work = start(tmp_path / "out.parquet")
     work.abandon()
+    work.abandon()
     assert os.listdir(tmp_path) == []
 
 

@@ -189,10 +189,11 @@ def test_a_place_that_cannot_be_is_refused(tmp_path):
         ("out.csv", "must end in .parquet"),
         ("dir.parquet", "is a folder"),
         ("file", "is a file"),
+        ("..", "has no name"),
     ):
         with pytest.raises(Refused, match=words):
             check_output(tmp_path / name, overwrite=True)
-        assert not work_path(tmp_path / name).exists()
+    assert sorted(os.listdir(tmp_path)) == ["dir.parquet", "file"]
 
 
 def test_a_folder_without_write_permission_is_refused(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Parquet files, folders and globs as one stream."""
 
+import os
 from decimal import Decimal
 from pathlib import Path
 
@@ -62,6 +63,12 @@ def test_what_cannot_be_read_is_refused_in_one_line_that_names_it(tmp_path, name
         open_source((str(tmp_path / name),))
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_refused_before_it_blocks(tmp_path):
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(Refused, match="not a regular file"):
+        open_source((str(tmp_path / "pipe.parquet"),))
 
 
 def test_a_file_cut_inside_its_data_is_refused_when_read(tmp_path):
