@@ -253,24 +253,37 @@ def _make_room(plan: AttentionPlan) -> None:
 
 
 def _make_batches(plan: AttentionPlan) -> list[Batch]:
-    """Cut the gathered items into calls of like length, longest first."""
+    """Cut the gathered items into calls of like query count and length, longest first."""
+    if not plan.entries:
+        return []
     items = np.array([entry.item for entry in plan.entries], np.int64)
     lengths = plan.num_keys[items]
-    counts = np.array([plan.items[i].query_count for i in items], np.int64)
-    sizes = np.array(QUERY_SIZES)[np.searchsorted(QUERY_SIZES, counts)]
+    sizes = _query_sizes(np.array([plan.items[i].query_count for i in items], np.int64), lengths)
     batches: list[Batch] = []
     for size in np.unique(sizes).tolist():
         rows = np.flatnonzero(sizes == size)
         rows = rows[np.argsort(-lengths[rows], kind="stable")]
         limit = min(BATCH_MAX_KEYS, BATCH_MAX_SCORES // size)
-        first, waste, longest = 0, 0, int(lengths[rows[0]])
-        for i, length in enumerate(lengths[rows].tolist()):
-            waste += longest - length
-            if waste > BATCH_MAX_WASTE or (i > first and (i - first + 1) * longest > limit):
-                batches.append(_make_batch(plan, np.sort(rows[first:i]), size))
-                first, waste, longest = i, 0, length
-        batches.append(_make_batch(plan, np.sort(rows[first:]), size))
+        first, waste = 0, 0
+        ordered = lengths[rows].tolist()
+        for i, length in enumerate([*ordered, 0]):
+            waste += ordered[first] - length
+            if i == len(ordered) or waste > BATCH_MAX_WASTE:
+                calls = -(-(i - first) * ordered[first] // limit)
+                batches += [_make_batch(plan, np.sort(part), size) for part in np.array_split(rows[first:i], calls) if len(part)]
+                first, waste = i, 0
     return batches
+
+
+def _query_sizes(counts: Ints, lengths: Ints) -> Ints:
+    """The padded query count of each gathered item; sizes with few keys in all join the next that occurs."""
+    sizes = np.array(QUERY_SIZES, np.int64)[np.searchsorted(QUERY_SIZES, counts)]
+    present = np.unique(sizes)
+    for size, following in zip(present[:-1], present[1:], strict=True):
+        members = sizes == size
+        if lengths[members].sum() <= BATCH_MAX_WASTE:
+            sizes[members] = following
+    return sizes
 
 
 def _make_batch(plan: AttentionPlan, rows: Ints, queries: int) -> Batch:
