@@ -81,8 +81,11 @@ def write(table: pa.Table, file_format: str, stream: BinaryIO, width: int | None
     if file_format == "parquet":
         stream.write(_parquet_bytes(table))
         return
-    texts = {"table": _table_text, "csv": _csv_text, "json": _json_text}[file_format]
-    for text in texts(table) if file_format != "table" else _table_text(table, width):
+    if file_format == "table":
+        texts = _table_text(table, width)
+    else:
+        texts = _csv_text(table) if file_format == "csv" else _json_text(table)
+    for text in texts:
         stream.write(text.encode("utf-8", errors="replace"))
 
 
@@ -223,7 +226,7 @@ def _csv_text(table: pa.Table) -> Iterator[str]:
         yield lines([[_cell(value) for value in row] for row in rows])
 
 
-def _table_text(table: pa.Table, width: int | None = None) -> Iterator[str]:
+def _table_text(table: pa.Table, width: int | None) -> Iterator[str]:
     from rich.cells import cell_len
 
     shown = [row for rows in _rows(table.slice(0, _TABLE_ROWS)) for row in rows]

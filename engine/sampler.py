@@ -218,7 +218,8 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     # Two levels, since a running sum over the whole vocabulary costs several times a sum of blocks.
     blocks = weights.view(rows, -1, _BLOCK)
     bounds = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    target = torch.minimum((uniform * bounds[:, -1:]).floor(), bounds[:, -1:] - 1)
+    # Never the total itself: the largest uniform number is 1 - 2^-53, and that times any float64 rounds to less than it.
+    target = (uniform * bounds[:, -1:]).floor()
     block = torch.searchsorted(bounds, target, right=True)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
     before = torch.where(block > 0, bounds.gather(1, (block - 1).clamp(min=0)), 0.0)

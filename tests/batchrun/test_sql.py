@@ -196,7 +196,7 @@ def test_wrong_sql_is_refused_in_one_line(folder: Path, sql: str, message: str) 
 def test_python_variables_are_not_tables(folder: Path) -> None:
     files = pa.table({"a": [1]})
     assert files.num_rows == 1
-    with pytest.raises(Refused, match="files"):
+    with pytest.raises(Refused, match="files does not exist"):
         query(folder, "select * from files")
 
 
