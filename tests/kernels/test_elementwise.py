@@ -1,0 +1,106 @@
+"""Norms, rotary embedding, gates and linear layers against the reference and against transformers' Llama modules."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from batchrun.kernels import cpu, ops, reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = (1, 15, 17, 111)
+TOLERANCE = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (8e-3, 1.6e-2), torch.float16: (1e-3, 2e-3)}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def angles(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angle = torch.arange(rows)[:, None] * torch.cat((frequency, frequency))
+    return angle.cos(), angle.sin()
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype
+    atol, rtol = TOLERANCE[dtype]
+    torch.testing.assert_close(out.float(), expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_operations_match_the_reference_and_leave_their_arguments(dtype: torch.dtype, rows: int) -> None:
+    x, weight = draw(rows, 576, dtype=dtype), draw(576, dtype=dtype, seed=1)
+    residual = draw(rows, 576, dtype=dtype, seed=2)
+    qkv = draw(rows, 15, 64, dtype=dtype, seed=3)
+    q, k = qkv[:, :9], qkv[:, 9:12]
+    gate_up = draw(rows, 3072, dtype=dtype, seed=4)
+    cos, sin = angles(rows, 64)
+    before = [t.clone() for t in (x, weight, residual, qkv, gate_up, cos, sin)]
+
+    assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+    normed, total = ops.rms_norm_residual(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert_close(normed, reference.rms_norm(total, weight, 1e-5), dtype)
+    for turned, original in zip(ops.rotary(q, k, cos, sin), (q, k), strict=True):
+        assert_close(turned, reference.rotary(original, cos, sin), dtype)
+    assert_close(ops.silu_mul(gate_up), reference.silu_mul(gate_up), dtype)
+
+    for tensor, copy in zip((x, weight, residual, qkv, gate_up, cos, sin), before, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_float32_equals_transformers_llama_modules() -> None:
+    from transformers.models.llama import modeling_llama
+
+    x, weight = draw(33, 576), draw(576, seed=1)
+    norm = modeling_llama.LlamaRMSNorm(576, 1e-5)
+    norm.weight.data.copy_(weight)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), norm(x).detach(), atol=1e-6, rtol=5e-7)
+    q, k = draw(33, 9, 64, seed=2), draw(33, 3, 64, seed=3)
+    cos, sin = angles(33, 64)
+    theirs = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+    for ours, expected in zip(ops.rotary(q, k, cos, sin), theirs, strict=True):
+        assert torch.equal(ours, expected)
+    gate_up = draw(33, 3072, seed=4)
+    assert torch.equal(ops.silu_mul(gate_up), functional.silu(gate_up[:, :1536]) * gate_up[:, 1536:])
+
+
+def test_rotary_takes_angles_in_the_models_dtype() -> None:
+    from transformers.models.llama import modeling_llama
+
+    q, k = draw(17, 9, 64, dtype=torch.bfloat16), draw(17, 3, 64, dtype=torch.bfloat16, seed=1)
+    cos, sin = (t.bfloat16() for t in angles(17, 64))
+    theirs = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+    for ours, expected in zip(ops.rotary(q, k, cos, sin), theirs, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1.6e-2, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_linear_matches_the_reference(dtype: torch.dtype) -> None:
+    weight = draw(960, 576, dtype=dtype) * 0.05
+    packed = ops.pack_linear(weight)
+    for rows in ROWS:
+        x = draw(rows, 576, dtype=dtype, seed=rows)
+        out = ops.linear(x, packed)
+        assert torch.equal(out, ops.linear(x, packed)), "the same input gives the same bits"
+        torch.testing.assert_close(out, functional.linear(x, weight), atol=0 if dtype == torch.float32 else 1e-2, rtol=1e-2)
+        atol = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(out.float(), reference.linear(x, weight), atol=atol, rtol=1e-2)
+
+
+def test_only_bfloat16_is_packed_and_only_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = draw(8, 16)
+    assert ops.pack_linear(weight) is weight
+    half = weight.bfloat16()
+    monkeypatch.setattr(cpu, "_can_pack", lambda: True)
+    packed = ops.pack_linear(half)
+    assert isinstance(packed, ops.PackedLinear)
+    assert packed.shape == (8, 16)
+    monkeypatch.setattr(cpu, "_can_pack", lambda: False)
+    assert ops.pack_linear(half) is half
+
+
+def test_this_torch_has_the_packing_operations() -> None:
+    """They are private: a torch that drops them would silently run slower."""
+    assert cpu._can_pack()
