@@ -7,6 +7,7 @@ READY := .venv/.ready
 
 # The main job on a real file, then one question to its answers.
 demo: $(READY)
+	@mkdir -p demo
 	$(BIN)/batchrun run examples/agent_tools_sample.parquet -o demo/answers.parquet --overwrite
 	@echo
 	@echo "The answers are in demo/answers.parquet. For example:"
@@ -32,7 +33,7 @@ docs: $(READY)
 
 # torch comes first and alone, so that nothing else can choose another build of it.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv .venv
 	@echo "Installing into .venv; this takes a few minutes the first time."
 	$(BIN)/pip install -qq --constraint constraints.txt torch==2.13.0
