@@ -13,7 +13,7 @@ from batchrun.engine.sampling_params import MAX_SEED, SamplingParams
 _SEEDED = 1 << 31  # top bit of a counter's second word: row indices stay below 2^63, so the two kinds of row never meet
 _MIN_TEMPERATURE = 1e-30  # float32 must not flush a temperature to 0; any gap of logits divided by this is infinite anyway
 _CHUNK_ELEMENTS = 1 << 24  # logits copied and worked on at once, 64 MiB of float32
-_FIRST_CANDIDATES = 512  # top-p alone: most rows' nucleus is smaller, and a full sort costs ten times as much
+_FIRST_CANDIDATES = 128  # top-p alone: most rows' nucleus is smaller, and a full sort costs a hundred times as much
 _BLOCK = 64  # width of the first level of the search in the cumulative weights
 
 
@@ -120,7 +120,7 @@ class Sampler:
         top_p = _column([row.params.top_p for row in rows], torch.float64, device)
         total = torch.zeros_like(top_p)
         if vocab_size in limits:
-            total = self._weights(scores.clone()).sum(dim=-1, keepdim=True, dtype=torch.float64)
+            total = _blocks(self._weights(scores.clone()))[1][:, -1:]
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=device)
         todo = torch.arange(len(rows), device=device)
         width = min(vocab_size, max([_FIRST_CANDIDATES, *(2 * limit for limit in limits if limit < vocab_size)]))
@@ -210,14 +210,19 @@ def _ranked(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tenso
     return values.gather(1, rank), ids.gather(1, rank)
 
 
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """int64 [N]: where `uniform` [N, 1] of the mass of whole-number weights, float32 [N, W], lies."""
+def _blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [N, W] in blocks of 64 [N, B, 64], the last one filled up with zeros; running sums of blocks, float64 [N, B]."""
     rows, width = weights.shape
     if width % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, _BLOCK - width % _BLOCK))
-    # Two levels, since a running sum over the whole vocabulary costs several times a sum of blocks.
     blocks = weights.view(rows, -1, _BLOCK)
-    bounds = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    return blocks, blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """int64 [N]: where `uniform` [N, 1] of the mass of whole-number weights, float32 [N, W], lies."""
+    # Two levels, since a running sum over the whole vocabulary costs many times the sums of blocks.
+    blocks, bounds = _blocks(weights)
     # Never the total itself: the largest uniform number is 1 - 2^-53, and that times any float64 rounds to less than it.
     target = (uniform * bounds[:, -1:]).floor()
     block = torch.searchsorted(bounds, target, right=True)
