@@ -75,6 +75,7 @@ def test_a_cut_or_missing_part_is_dropped_with_a_note(tmp_path, leave):
     assert done(again) == [0, 1, 4, 5]
     (note,) = again.notes
     assert victim.name in note
+    assert ("has 100 bytes instead of" if leave else "is missing") in note
     assert "2 rows are done again" in note
     again.close()
     assert start(output, resume=True).notes == []

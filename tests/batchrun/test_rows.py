@@ -262,11 +262,12 @@ def test_columns_override_settings_and_null_takes_the_default():
 
 def test_equal_settings_share_one_object_across_batches():
     batch = pa.RecordBatch.from_pydict({"prompt": ["a"] * 4, "n": [2, 3, 2, 1], "stop": ["s", "s", "s", None]})
-    reader = RowReader(batch.schema, PromptOptions(), SamplingParams(), None)
+    defaults = SamplingParams()
+    reader = RowReader(batch.schema, PromptOptions(), defaults)
     rows = reader.read(batch.select(reader.columns), 0) + reader.read(batch.select(reader.columns), 4)
     assert len({id(row.params) for row in rows}) == 3
     assert rows[0].params is rows[2].params is rows[4].params
-    assert rows[3].params is rows[7].params
+    assert rows[3].params is rows[7].params is defaults
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Parquet files, folders and globs as one stream."""
 
 import os
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun.errors import Refused
-from batchrun.sources import common_type, open_source
+from batchrun.sources import Source, SourceFile, common_type, open_source
 
 
 def write(path: Path, table: pa.Table | dict, **options) -> str:
@@ -186,6 +187,25 @@ def test_the_hash_is_of_content_and_order_not_names(tmp_path):
     assert open_source((first,)).content_hash() == open_source((moved,)).content_hash()
     assert len(open_source((first,)).content_hash()) == 32
     assert open_source((first, second)).content_hash() != open_source((second, first)).content_hash()
+
+
+def test_the_hash_knows_where_a_file_ends(tmp_path):
+    hashes = []
+    for contents in (("ab", "c"), ("a", "bc")):
+        files = []
+        for i, content in enumerate(contents):
+            path = tmp_path / f"{len(hashes)}{i}"
+            path.write_text(content)
+            files.append(SourceFile(str(path), 1, len(content), path.stat().st_mtime_ns))
+        hashes.append(Source(tuple(files), pa.schema([])).content_hash())
+    assert hashes[0] != hashes[1]
+
+
+def test_a_file_with_fewer_rows_than_its_footer_says_is_refused(tmp_path):
+    source = open_source((write(tmp_path / "a.parquet", {"prompt": ["x"]}),))
+    source = Source((replace(source.files[0], num_rows=2),), source.schema)
+    with pytest.raises(Refused, match="holds 1 rows, its footer says 2"):
+        list(source.batches())
 
 
 def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path):
