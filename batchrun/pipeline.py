@@ -167,13 +167,15 @@ class _Job:
         self._done = set(zip(done.row_index.tolist(), done.sample.tolist(), strict=True))
         self._samples = np.ones(source.num_rows, np.int64)
         """How many output rows each input row has: n, or 1 for an error row that never ran."""
+        self._num_done = 0
         self._failed_rows: set[int] = set()
+        self._failed_before = work.totals().failed
 
     def stop_if_asked(self) -> None:
         """Flush and raise Stopped when the run was asked to end."""
         if self._stop():
             self._writer.flush()
-            raise Stopped(f"stopped with {self._source.num_rows - self._done_rows()} of {self._source.num_rows} rows left")
+            raise Stopped(f"stopped with {self._source.num_rows - self._num_done} of {self._source.num_rows} rows left")
 
     def run(self, intake: Intake) -> RunResult:
         """Plan, compute, write; what earlier processes finished is left alone.
@@ -211,6 +213,7 @@ class _Job:
         """The rows that have samples left to compute; notes how many samples each row has."""
         samples = np.array([params.n for params in prompts.params_table], np.int64)[prompts.params_id]
         self._samples[prompts.row_index] = samples
+        self._num_done = int((self._done_samples >= self._samples).sum())
         return take(prompts, self._done_samples[prompts.row_index] < samples)
 
     def _kv_size(self) -> KVSize:
@@ -263,19 +266,17 @@ class _Job:
         if (row.row_index, row.sample) in self._done:
             return
         self._done_samples[row.row_index] += 1
+        self._num_done += int(self._done_samples[row.row_index] == self._samples[row.row_index])
         if row.error is not None:
             self._failed_rows.add(row.row_index)
         self._writer.add(row)
 
-    def _done_rows(self) -> int:
-        return int((self._done_samples >= self._samples).sum())
-
     def _report(self, engine: "Engine", plan: JobPlan) -> None:
         stats = engine.stats
         self._progress.update(
-            done_rows=self._done_rows(),
+            done_rows=self._num_done,
             total_rows=self._source.num_rows,
-            failed=len(self._failed_rows),
+            failed=self._failed_before + len(self._failed_rows),
             prompt_tokens_done=stats.computed_prompt_tokens - stats.recomputed_tokens,
             prompt_tokens_total=plan.trie.trie_tokens,
             output_tokens=stats.output_tokens,
