@@ -14,8 +14,6 @@ from pathlib import Path
 
 from batchrun.errors import Refused
 
-# Beyond this a control group's limit means that there is none (v1 writes the largest multiple of a page below 2^63).
-_NO_LIMIT = 1 << 60
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "avx512_fp16", "asimd", "bf16", "i8mm", "sve")
 MEASURE_SECONDS = 0.3
 """For each of the two measurements of `measure`."""
@@ -79,7 +77,8 @@ def total_memory(root: Path = Path("/")) -> int:
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [*_group_values(root, "memory", "memory.limit_in_bytes"), *_group_values(root, "", "memory.max")]
-    return min([total, *(int(limit) for limit in limits if limit.isdigit() and int(limit) < _NO_LIMIT)])
+    # "max", and in v1 a number beyond any machine's memory, say that there is no limit.
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def usable_cpus(root: Path = Path("/")) -> int:

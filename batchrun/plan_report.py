@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from batchrun import hardware
 from batchrun.engine.config import ModelConfig
@@ -21,13 +20,13 @@ from batchrun.engine.errors import ModelError
 from batchrun.engine.loader import load_tokenizer, pick_device, pick_dtype, resolve_model
 from batchrun.engine.tokenizer import Tokenizer
 from batchrun.errors import Refused
+from batchrun.intake import take_in
 from batchrun.options import RunOptions
-from batchrun.planning import JobPlan, KVSize, ParamsTable, make_plan, prompt_set, rows_side_by_side
+from batchrun.planning import JobPlan, KVSize, make_plan, rows_side_by_side
 from batchrun.prefix_cache.estimate import ModelDims, SharedNode, TimeEstimate, estimate_time, shared_nodes
 from batchrun.render import Renderer, check, template_columns
-from batchrun.rows import RowError, RowInput, RowReader
-from batchrun.sources import Source, open_source
-from batchrun.spool import SpooledTokens, TokenSpool
+from batchrun.rows import RowError, RowReader
+from batchrun.sources import open_source
 
 SHOWN_PREFIXES = 5
 SHOWN_TEXT = 60
@@ -125,15 +124,14 @@ def plan_job(options: RunOptions, target: str = "this") -> PlanReport:
     check(options.prompt, tokenizer.chat_template, source.schema.names, reader.messages_column is not None)
     renderer = Renderer(tokenizer, options.prompt, datetime.now())
     with tempfile.TemporaryDirectory(prefix="batchrun-plan-") as folder:
-        errors, params, params_id, spooled = _tokenise(source, reader, renderer, Path(folder))
-        prompts = prompt_set(*spooled, np.arange(len(params_id), dtype=np.int64), params, params_id)
+        intake = take_in(source, reader, renderer, Path(folder))
         weights = config.num_parameters * _BYTES[dtype]
         memory = hardware.pool_memory(device, weights) if machine is None else _target_pool(machine, weights)
         kv = KVSize(_page_size(device), config.kv_bytes_per_token(dtype), memory)
-        plan = make_plan(prompts, config, options, kv)
+        plan = make_plan(intake.prompts, config, options, kv)
         machine = machine or hardware.measure(device, dtype, options.threads)
         subject = _Subject(found.name, config, tokenizer, dtype, kv, machine)
-        return _report(plan, subject, options, source.num_rows, sorted([*errors, *plan.errors], key=_row_index), renderer)
+        return _report(plan, subject, options, source.num_rows, sorted([*intake.errors, *plan.errors], key=_row_index), renderer)
 
 
 def _row_index(error: RowError) -> int:
@@ -154,28 +152,6 @@ def _page_size(device: str) -> int:
 
 def _target_pool(machine: hardware.Target, weight_bytes: int) -> int:
     return max(0, machine.memory_bytes - weight_bytes) * 9 // 10 if machine.name != "cpu" else machine.memory_bytes // 8
-
-
-def _tokenise(
-    source: Source, reader: RowReader, renderer: Renderer, folder: Path
-) -> tuple[list[RowError], ParamsTable, npt.NDArray[np.int32], SpooledTokens]:
-    """Every row's ids in a spool and the number of its settings; a row in error has no ids."""
-    spool, params, errors, params_id = TokenSpool(folder), ParamsTable(), [], np.zeros(source.num_rows, np.int32)
-    first_row = 0
-    for batch in source.batches(reader.columns):
-        rows = reader.read(batch, first_row)
-        good = [row for row in rows if isinstance(row, RowInput)]
-        encoded = iter(renderer.encode(good))
-        for row in rows:
-            ids: npt.NDArray[np.int32] | RowError = row if isinstance(row, RowError) else next(encoded)
-            if isinstance(row, RowInput):
-                params_id[row.row_index] = params.add(row.params)
-            if isinstance(ids, RowError):
-                errors.append(ids)
-                ids = np.empty(0, np.int32)
-            spool.append(ids)
-        first_row += batch.num_rows
-    return errors, params, params_id, spool.close()
 
 
 class _Subject(NamedTuple):

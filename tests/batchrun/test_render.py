@@ -272,6 +272,13 @@ def test_a_bad_row_costs_one_row_and_says_why(tiny_model_folder: Path, messages:
     assert not isinstance(after, RowError)
 
 
+def test_block_tags_leave_no_line_and_no_indent_behind(tiny_model_folder: Path) -> None:
+    template = "{% for m in messages %}\n    {% if loop.index > 1 %}\n  {% break %}\n    {% endif %}\n"
+    template += "{{ m.content }}\n\n  {% endfor %}\n."
+    tokenizer = tokenizer_with(tiny_model_folder, template)
+    assert text(tokenizer, one(Renderer(tokenizer, PromptOptions(), NOW), row([user("a"), user("b")]))) == "a\n\n."
+
+
 def test_the_clock_of_templates_stands_still(tiny_model_folder: Path) -> None:
     tokenizer = tokenizer_with(
         tiny_model_folder, "{% generation %}{{ strftime_now('%d %b %Y') }}{% endgeneration %}{{ bos_token }}"
@@ -374,8 +381,8 @@ def test_ids_equal_those_of_transformers(tiny_model_folder: Path) -> None:
         [{"role": "system", "content": " s "}, user("a\n\nb "), {"role": "assistant", "content": "ok"}, user("naïve 🙂")],
         [user("hi"), {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "7"}],
     ]
-    spaces = "{% for m in messages -%}\n   {% set ns = namespace(x=m.role) %}\n  {{ ns.x }}{%- endfor %}\n\n {{ eos_token }}"
-    spaces += " {{ tools }}\n"
+    spaces = "{% for m in messages -%}\n x  {% set a = 1 %}\n   {% set ns = namespace(x=m.role) %}\n  {{ ns.x }}"
+    spaces += "{%- endfor %}\n\n {{ eos_token }} {{ tools }}\n"
     tools = [None, [{"name": "f", "parameters": {"q": "'<>&"}}]]
     reference = AutoTokenizer.from_pretrained(tiny_model_folder)
     compared = 0
