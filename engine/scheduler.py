@@ -273,7 +273,7 @@ class Scheduler:
                 count = min(node.length - node.computed, budget)
                 runs.append(self._node_run(sequence, depth, count, now))
                 budget -= count
-                if node.computed < node.length:
+                if budget == 0 or node.computed < node.length:
                     break
         return self.config.chunk_tokens - budget
 

@@ -48,6 +48,7 @@ class SymbolicRunner:
         for slot, position, token in zip(step.slots, step.positions, step.token_ids, strict=True):
             self.written[int(slot)] = (int(position), int(token))
         seen: list[list[tuple[int, int]]] = [[] for _ in step.token_ids]
+        assert all(len(run.token_ids) for run in step.runs), "a run of no tokens"
         for segment in self.segments:
             slots = [slot for first, size in segment.runs for slot in range(first, first + size)]
             for query in range(segment.query_count):
