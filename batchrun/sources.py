@@ -136,7 +136,8 @@ def _folder_files(folder: Path) -> list[str]:
         raise Refused(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     for root, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        # The work folder of a run that did not finish holds part files, which are no input.
+        folders[:] = [name for name in folders if not name.startswith((".", "_")) and not name.endswith(".batchrun")]
         for name in names:
             if name.endswith(".parquet") and not name.startswith((".", "_")):
                 path = Path(root, name)

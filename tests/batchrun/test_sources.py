@@ -26,7 +26,16 @@ def read(source, columns=None) -> pa.Table:
 
 
 def test_a_folder_is_read_in_order_without_hidden_names(tmp_path):
-    for name in ("b.parquet", "a/z.parquet", "a/y.parquet", "_tmp/n.parquet", ".x/n.parquet", "_m.parquet", ".h.parquet"):
+    for name in (
+        "b.parquet",
+        "a/z.parquet",
+        "a/y.parquet",
+        "_tmp/n.parquet",
+        ".x/n.parquet",
+        "o.batchrun/n.parquet",
+        "_m.parquet",
+        ".h.parquet",
+    ):
         write(tmp_path / "in" / name, {"prompt": [name]})
     (tmp_path / "in" / "README.md").write_text("no data")
     source = open_source((str(tmp_path / "in"),))
