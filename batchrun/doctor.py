@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from batchrun import __version__, hardware
 from batchrun.engine.conversion import cache_folder
+from batchrun.engine.device import page_size
 from batchrun.engine.loader import EMBEDDED_COMMAND, EMBEDDED_PACKAGE, pick_device, pick_dtype
 from batchrun.errors import Refused
 from batchrun.links import LINKED, check_links
@@ -106,8 +107,6 @@ def _devices() -> Iterator[Fact]:
     except (ImportError, OSError) as error:
         yield Fact("compute", "torch", f"cannot be imported: {error}", _NEEDED, broken=True)
         return
-    from batchrun.kernels import ops
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
@@ -124,7 +123,7 @@ def _devices() -> Iterator[Fact]:
     yield Fact("compute", "dtype", f"{dtype} (what --dtype auto takes)", slow if dtype == "float32" else None)
     yield Fact("compute", "threads", str(torch.get_num_threads()))
     try:
-        yield Fact("compute", "kernels", f"torch operations on {device}, pages of {ops.page_size(device)} tokens")
+        yield Fact("compute", "kernels", f"torch operations on {device}, pages of {page_size(device)} tokens")
     except ValueError as error:
         yield Fact("compute", "kernels", f"none for {device}", f"{error}: give --device cpu", broken=device == "cpu")
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from batchrun import hardware
 from batchrun.engine.config import ModelConfig
+from batchrun.engine.device import page_size
 from batchrun.engine.errors import ModelError
 from batchrun.engine.loader import load_tokenizer, pick_device, pick_dtype, resolve_model
 from batchrun.engine.tokenizer import Tokenizer
@@ -119,15 +120,18 @@ def plan_job(options: RunOptions, target: str = "this") -> PlanReport:
         config, tokenizer = load_tokenizer(found)
         device = "cpu" if machine else pick_device(options.device)
         dtype = _dtype(options.dtype, device, machine is not None)
+        tokens_per_page = page_size(device)
     except ModelError as error:
         raise Refused(str(error)) from error
+    except ValueError as error:
+        raise Refused(f"{error}: give --device cpu") from error
     check(options.prompt, tokenizer.chat_template, source.schema.names, reader.messages_column is not None)
     renderer = Renderer(tokenizer, options.prompt, datetime.now())
     with tempfile.TemporaryDirectory(prefix="batchrun-plan-") as folder:
         intake = take_in(source, reader, renderer, Path(folder))
         weights = config.num_parameters * _BYTES[dtype]
         memory = hardware.pool_memory(device, weights) if machine is None else _target_pool(machine, weights)
-        kv = KVSize(_page_size(device), config.kv_bytes_per_token(dtype), memory)
+        kv = KVSize(tokens_per_page, config.kv_bytes_per_token(dtype), memory)
         plan = make_plan(intake.prompts, config, options, kv)
         machine = machine or hardware.measure(device, dtype, options.threads)
         subject = _Subject(found.name, config, tokenizer, dtype, kv, machine)
@@ -142,12 +146,6 @@ def _dtype(wanted: str, device: str, elsewhere: bool) -> str:
     if elsewhere and wanted == "auto":
         return "bfloat16"
     return str(pick_dtype(wanted, device)).removeprefix("torch.")
-
-
-def _page_size(device: str) -> int:
-    from batchrun.kernels import ops
-
-    return ops.page_size(device)
 
 
 def _target_pool(machine: hardware.Target, weight_bytes: int) -> int:
