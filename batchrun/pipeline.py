@@ -11,6 +11,7 @@ import numpy as np
 
 from batchrun import hardware
 from batchrun.engine.config import ModelConfig
+from batchrun.engine.device import page_size
 from batchrun.engine.loader import (
     ModelSource,
     content_hash,
@@ -86,7 +87,12 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     columns = None if options.prompt.template is None else template_columns(options.prompt.template)
     reader = RowReader(source.schema, options.prompt, options.sampling, columns)
     check_input_columns(source.schema, options.output_prefix, options.return_token_ids, options.keep_columns)
-    place = {"inputs": options.inputs, "files": source.paths, "resume": options.resume, "overwrite": options.overwrite}
+    place: dict[str, Any] = {
+        "inputs": options.inputs,
+        "files": source.paths,
+        "resume": options.resume,
+        "overwrite": options.overwrite,
+    }
     check_output(options.output, **place)
     found = resolve_model(options.model)
     config, tokenizer = load_tokenizer(found)
@@ -217,11 +223,9 @@ class _Job:
         return take(prompts, self._done_samples[prompts.row_index] < samples)
 
     def _kv_size(self) -> KVSize:
-        from batchrun.kernels import ops
-
         options = self._options
         per_token = self._config.kv_bytes_per_token(options.dtype)
-        return KVSize(ops.page_size(options.device), per_token, hardware.pool_memory(options.device))
+        return KVSize(page_size(options.device), per_token, hardware.pool_memory(options.device))
 
     def _load(self, plan: JobPlan) -> "Engine | None":
         if not len(plan.prompts):

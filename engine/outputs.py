@@ -36,7 +36,8 @@ class PromptSet:
         return self.tokens[low : low + int(self.length[row])]
 
     def params(self, row: int) -> SamplingParams:
-        return self.params_table[self.params_id[row]]
+        params: SamplingParams = self.params_table[int(self.params_id[row])]
+        return params
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """All that touches the device: turns a step's numbers into tensors and runs the model."""
 
 import torch
-from batchrun.engine.loader import LoadedModel
 
+from batchrun.engine.loader import LoadedModel
 from batchrun.engine.step import StepPlan
 from batchrun.kernels import ops
 

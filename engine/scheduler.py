@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-from batchrun.engine.stopping import StopChecker
-from batchrun.prefix_cache.radix import Node, RadixTree
 
 from batchrun.engine.config import EngineConfig
 from batchrun.engine.kv_pool import KVPool
@@ -25,7 +23,9 @@ from batchrun.engine.outputs import EngineStats, PromptSet
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.engine.sequence import RowState, Sequence, Status
 from batchrun.engine.step import QueryRun, StepPlan, build_segments, slot_array, slots_between
+from batchrun.engine.stopping import StopChecker
 from batchrun.prefix_cache.order import RowOrder
+from batchrun.prefix_cache.radix import Node, RadixTree
 from batchrun.prefix_cache.trie import Trie
 
 

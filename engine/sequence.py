@@ -15,11 +15,11 @@ from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
-from batchrun.engine.stopping import StopChecker
-from batchrun.prefix_cache.radix import Node
 
 from batchrun.engine.kv_pool import PageRun
 from batchrun.engine.sampling_params import SamplingParams
+from batchrun.engine.stopping import StopChecker
+from batchrun.prefix_cache.radix import Node
 
 
 class Status(Enum):

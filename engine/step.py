@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from batchrun.prefix_cache.radix import Node
 
 from batchrun.engine.kv_pool import PageRun
 from batchrun.engine.sequence import Sequence
+from batchrun.prefix_cache.radix import Node
 
 JOIN_PRIVATE_KEYS = 256
 """A node with one decoding row beneath it is read together with the row's own keys up to this length: one gather
