@@ -4,7 +4,8 @@ An item's keys become *parts* with disjoint keys; a part yields `(out, logsumexp
 results are merged exactly: l = logsumexp_i(l_i), o = sum_i exp(l_i - l) o_i. Two kinds of parts:
 
     gathered    few queries (a decoding row's own keys, a node shared by few rows): the keys of many items are copied into one
-                padded batch and attended in one call. Padding reads the pool's slot of zeros and is masked.
+                padded batch and attended in one call. Padding reads the pool's slot of zeros and is masked. A short node
+                shared by decoding rows joins the rows' own keys.
     direct      everything else: calls on the pool's memory as it lies (copied first when the runs are scattered).
 
 The thresholds change the order of additions, so they are constants and never come from timing during a run. They were
@@ -12,6 +13,7 @@ measured on a Zen 5 EPYC (AVX-512 with bf16, no AMX) with 9 query and 3 key-valu
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,10 +29,12 @@ Ints = npt.NDArray[np.int64]
 GATHER_MAX_QUERIES = 32
 GATHER_MAX_KEYS = 2048
 """Longer items are attended where they lie: copying the keys no longer pays."""
+JOIN_MAX_KEYS = 32
+"""Shared keys of decoding rows that are copied to each row's own: fewer than a partial result per row would cost."""
 BATCH_MAX_KEYS = 8192
 """Keys in one gathered call, so that the copies of a layer stay in the cache."""
-BATCH_MAX_SCORES = 1 << 18
-"""Query-key pairs of a key-value head's group in one gathered call."""
+BATCH_MAX_SCORES = 9 << 18
+"""Query-key pairs of all heads in one gathered call: they take 8 bytes each."""
 BATCH_MAX_WASTE = 1024
 """Padding keys in a gathered call before the shorter items get one of their own; about what a call costs."""
 KEY_ALIGN = 16
@@ -78,9 +82,10 @@ class Direct:
 
 @dataclass
 class Entry:
-    """An item in a gathered call."""
+    """An item in a gathered call, behind `joined` keys of short shared items."""
 
     item: int
+    joined: int = 0
     level: int = 0
 
 
@@ -192,11 +197,23 @@ def _lay_out(plan: AttentionPlan) -> None:
     """Split the items into parts, give each a level, and make room for the partial results."""
     plan.directs, plan.entries = [], []
     entry_slots: list[Ints] = []
+    decoding: dict[int, int] = {}  # token -> entry of its own keys
+    gathered = [item.query_count <= GATHER_MAX_QUERIES for item in plan.items] & (plan.num_keys <= GATHER_MAX_KEYS)
+    for i in np.flatnonzero(plan.grows & gathered & (plan.num_keys > 0)).tolist():
+        decoding[plan.items[i].query_start] = len(plan.entries)
+        plan.entries.append(Entry(i))
+        entry_slots.append(_slots(_joined_runs(plan.items[i]))[:GATHER_MAX_KEYS])
     for i, item in enumerate(plan.items):
         keys = int(plan.num_keys[i])
-        if keys == 0:
+        if keys == 0 or (plan.grows[i] and gathered[i]):
             continue
-        if item.query_count <= GATHER_MAX_QUERIES and keys <= GATHER_MAX_KEYS:
+        tokens = range(item.query_start, item.query_start + item.query_count)
+        if not item.causal and keys <= JOIN_MAX_KEYS and all(token in decoding for token in tokens):
+            slots = _slots(_joined_runs(item))[:keys]
+            for row in (decoding[token] for token in tokens):
+                plan.entries[row].joined += keys
+                entry_slots[row] = np.concatenate((slots, entry_slots[row]))
+        elif gathered[i]:
             plan.entries.append(Entry(i))
             entry_slots.append(_slots(_joined_runs(item))[:GATHER_MAX_KEYS])
         else:
@@ -257,20 +274,20 @@ def _make_batches(plan: AttentionPlan) -> list[Batch]:
     if not plan.entries:
         return []
     items = np.array([entry.item for entry in plan.entries], np.int64)
-    lengths = plan.num_keys[items]
+    lengths = plan.num_keys[items] + [entry.joined for entry in plan.entries]
     sizes = _query_sizes(np.array([plan.items[i].query_count for i in items], np.int64), lengths)
     batches: list[Batch] = []
     for size in np.unique(sizes).tolist():
         rows = np.flatnonzero(sizes == size)
         rows = rows[np.argsort(-lengths[rows], kind="stable")]
-        limit = min(BATCH_MAX_KEYS, BATCH_MAX_SCORES // size)
+        limit = min(BATCH_MAX_KEYS, BATCH_MAX_SCORES // (size * plan.kv.config.num_heads))
         first, waste = 0, 0
         ordered = lengths[rows].tolist()
         for i, length in enumerate([*ordered, 0]):
             waste += ordered[first] - length
             if i == len(ordered) or waste > BATCH_MAX_WASTE:
-                calls = -(-(i - first) * ordered[first] // limit)
-                batches += [_make_batch(plan, np.sort(part), size) for part in np.array_split(rows[first:i], calls) if len(part)]
+                calls = min(i - first, -(-(i - first) * ordered[first] // limit))
+                batches += [_make_batch(plan, np.sort(part), size) for part in np.array_split(rows[first:i], calls)]
                 first, waste = i, 0
     return batches
 
@@ -279,7 +296,7 @@ def _query_sizes(counts: Ints, lengths: Ints) -> Ints:
     """The padded query count of each gathered item; sizes with few keys in all join the next that occurs."""
     sizes = np.array(QUERY_SIZES, np.int64)[np.searchsorted(QUERY_SIZES, counts)]
     present = np.unique(sizes)
-    for size, following in zip(present[:-1], present[1:], strict=True):
+    for size, following in itertools.pairwise(present):
         members = sizes == size
         if lengths[members].sum() <= BATCH_MAX_WASTE:
             sizes[members] = following
@@ -290,7 +307,7 @@ def _make_batch(plan: AttentionPlan, rows: Ints, queries: int) -> Batch:
     """Index tensors and mask of one gathered call; `rows` are positions in plan.entries."""
     entries = [plan.entries[row] for row in rows]
     items = [plan.items[entry.item] for entry in entries]
-    lengths = plan.num_keys[[entry.item for entry in entries]][:, None]
+    lengths = np.array([plan.num_keys[entry.item] + entry.joined for entry in entries], np.int64)[:, None]
     starts = np.array([item.query_start for item in items], np.int64)[:, None]
     counts = np.array([item.query_count for item in items], np.int64)[:, None]
     causal = np.array([item.causal for item in items], bool)[:, None]

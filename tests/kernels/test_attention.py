@@ -59,6 +59,7 @@ def decode_step() -> Step:
         step.own(1, num_keys)
     step.shared(0, 7, 37)
     step.shared(1, 3, 15)
+    step.shared(1, 2, 1)
     step.shared(4, 2, 111)
     step.shared(4, 3, 0)
     return step
@@ -203,12 +204,14 @@ def test_scores_far_from_zero_stay_exact(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_nan_query_spoils_its_own_row_only(dtype: torch.dtype, step: str) -> None:
     case = make_case(STEPS[step](), (9, 3), 64, dtype)
-    expected = case.reference()
+    expected, clean = case.reference(), case.q[3].clone()
     case.q[3] = torch.nan
     out = case.attend()
     assert bool(out[3].isnan().all())
     others = torch.arange(len(out)) != 3
     assert_close(out[others], expected[others], dtype)
+    case.q[3] = clean  # nothing of it stays in memory that is used again
+    assert_close(case.attend(), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -217,10 +220,13 @@ def test_item_without_keys_merges_as_absent(dtype: torch.dtype) -> None:
     step.own(1, 17)
     step.own(1, 0)
     step.own(40, 0)
+    step.shared(0, 1, 111)
     case = make_case(step, (9, 3), 64, dtype)
     out = case.attend()
     assert bool((out[1:] == 0).all())
-    alone = Case(case.kv, case.items[:1], case.q[:1], case.k, case.v).attend()
+    assert_close(out, case.reference(), dtype)
+    own, _, _, shared = case.items
+    alone = Case(case.kv, [own, shared], case.q[:1], case.k, case.v).attend()
     case.items.append(AttentionItem(0, 42, case.items[1].runs, 0, False))
     case.items.append(AttentionItem(0, 1, case.items[1].runs, 0, False))
     merged = case.attend()
@@ -237,6 +243,7 @@ def test_advanced_plan_equals_a_new_one(dtype: torch.dtype) -> None:
     step.own(1, 20, [(step.slot, 22), (step.slot + 64, 16)])
     step.slot += 96
     step.shared(0, 7, 40)
+    step.shared(1, 5, 9)
     long = Step(step.items, step.slot, step.tokens)
     grown = [item._replace(num_keys=item.num_keys + 6) if item.causal else item for item in step.items]
     long.items = grown
