@@ -125,13 +125,13 @@ class ModelConfig:
             hidden_size=hidden_size,
             intermediate_size=_int(config, "intermediate_size"),
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            num_kv_heads=_int(config, "num_key_value_heads", num_heads),
+            head_dim=_int(config, "head_dim", hidden_size // max(num_heads, 1)),
             vocab_size=_int(config, "vocab_size"),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_context=config.get("max_position_embeddings", 2048),
+            max_context=_int(config, "max_position_embeddings", 2048),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             eos_ids=_ids(eos),
             bos_id=(_ids(bos) or (None,))[0],
@@ -157,23 +157,22 @@ class ModelConfig:
         if values.get("expert_count"):
             raise ModelError(f"the model is a mixture of {values['expert_count']} experts: only dense models are supported")
         num_heads, hidden_size = _int(values, "attention.head_count"), _int(values, "embedding_length")
-        head_dim = values.get("attention.key_length") or hidden_size // num_heads
+        head_dim = _int(values, "attention.key_length", hidden_size // max(num_heads, 1))
         if (value_dim := values.get("attention.value_length", head_dim)) != head_dim:
             raise ModelError(f"the model's values have {value_dim} dimensions and its keys {head_dim}: they must be equal")
         if (rotated := values.get("rope.dimension_count", head_dim)) != head_dim:
             raise ModelError(f"the model rotates {rotated} of {head_dim} dimensions: partial rotary positions are not supported")
         end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         ends = [metadata[f"tokenizer.ggml.{key}"] for key in end_keys if f"tokenizer.ggml.{key}" in metadata]
-        vocab_size = values.get("vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
         return cls(
             architecture="LlamaForCausalLM",
             num_layers=_int(values, "block_count"),
             hidden_size=hidden_size,
             intermediate_size=_int(values, "feed_forward_length"),
             num_heads=num_heads,
-            num_kv_heads=values.get("attention.head_count_kv") or num_heads,
+            num_kv_heads=_int(values, "attention.head_count_kv", num_heads),
             head_dim=head_dim,
-            vocab_size=vocab_size,
+            vocab_size=_int(values, "vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
             rms_norm_eps=float(values.get("attention.layer_norm_rms_epsilon", 1e-5)),
             rope_theta=float(values.get("rope.freq_base", 10000.0)),
             rope_scaling=_gguf_rope_scaling(values, rope_factors),
@@ -263,8 +262,8 @@ def _gguf_rope_scaling(values: Mapping[str, Any], factors: list[float] | None) -
     return {"rope_type": "linear", "factor": float(values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0)))}
 
 
-def _int(values: Mapping[str, Any], key: str) -> int:
-    value = values.get(key)
+def _int(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = default if values.get(key) is None else values[key]
     if not isinstance(value, int) or isinstance(value, bool):
         raise ModelError(f"the model's configuration has {key} = {value!r}: a whole number is needed")
     return value

@@ -103,12 +103,13 @@ class ConvertedModel:
             (temporary / "tokenizer.json").write_text(content, encoding="utf-8")
             temporary.rename(folder)
         except OSError as error:
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
             if (folder / "config.json").is_file():  # another process was faster
                 return folder
             _warn_unwritable(folder.parent, error)
             return None
+        finally:  # gone already when all went well
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
         return folder
 
     def _write_weights(self, path: Path, dtype: "torch.dtype") -> bool:
@@ -123,10 +124,11 @@ class ConvertedModel:
             write_safetensors(temporary, self._open(), dtype)
             temporary.replace(path)
         except OSError as error:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
             _warn_unwritable(path.parent, error)
             return False
+        finally:  # gone already when all went well
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
         return True
 
 

@@ -87,6 +87,7 @@ def test_rope_is_read_from_old_and_new_configs(rope: dict[str, Any], expected: t
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
         ({"num_hidden_layers": None}, "num_hidden_layers = None: a whole number is needed"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings = 'long'"),
         ({"num_key_value_heads": 2}, "9 query heads and 2 key-value heads"),
         ({"head_dim": 33}, "head_dim is 33"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),

@@ -226,6 +226,28 @@ def test_an_unwritable_cache_costs_one_line_and_nothing_else(
     assert "cannot be written" in caplog.text
 
 
+def test_a_full_disk_leaves_no_half_file_and_the_model_still_loads(
+    weights: dict[str, Array],
+    tiny_model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fill_up(path: Path, *_: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    path = write_gguf(tmp_path / "tiny.gguf", weights, tiny_model_folder)
+    monkeypatch.setattr("batchrun.engine.weights.write_safetensors", fill_up)
+    without = logits(path, IDS)
+    assert "No space left on device" in caplog.text
+    names = {found.name for found in cache_folder().rglob("*") if found.is_file()}
+    assert names == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert torch.equal(logits(path, IDS), without)
+
+
 def test_damaged_conversions_are_made_again(
     weights: dict[str, Array], tiny_model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
