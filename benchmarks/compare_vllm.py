@@ -70,7 +70,11 @@ class Vllm:
 
     def close(self) -> None:
         _opened(self._process.stdin).close()
-        self._process.wait(timeout=120)
+        try:
+            self._process.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _read(self, prefix: str) -> dict[str, Any]:
         for line in _opened(self._process.stdout):
@@ -100,7 +104,7 @@ def write_requests(model: str, table: pa.Table, path: Path) -> None:
 def run_ours(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One run of batchrun as a result row."""
     options = ["--model", args.model, "--device", "cpu", "--dtype", "bfloat16", "--ignore-eos"]
-    options += ["--temperature", str(args.temperature)]
+    options += ["--temperature", str(args.temperature), *(["--threads", str(args.threads)] if args.threads else [])]
     run = run_batchrun(data, options)
     summary = run.summary
     if summary["failed"]:
@@ -189,6 +193,7 @@ def main() -> None:
     parser.add_argument("--vllm-kv-gib", type=int, default=8, help="vLLM's KV cache (default 8)")
     parser.add_argument("--vllm-log", type=Path, default=Path(tempfile.gettempdir()) / "vllm_offline.log", help="vLLM's messages")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0 rows with `n` are sampled n times (default 0)")
+    parser.add_argument("--threads", type=int, help="of batchrun (default its own choice)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path, help="write one row per run to this Parquet file")
     args = parser.parse_args()

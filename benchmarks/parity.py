@@ -153,7 +153,7 @@ def run_small_pool(model: Path, reference: list[ReferenceRow], threads: int | No
     return Answers([row.output_ids for row in rows], [row.prompt_tokens for row in rows], note)
 
 
-def compare(model: Path, data: list[Path], folder: Path, variants: list[str], threads: int | None) -> int:
+def compare(model: Path, data: list[Path], folder: Path, rows: int | None, variants: list[str], threads: int | None) -> int:
     """Print one line per file and variant and one per differing row; return how many of them nothing excuses."""
     bad = 0
     for source in data:
@@ -161,14 +161,15 @@ def compare(model: Path, data: list[Path], folder: Path, variants: list[str], th
         if header["data"] != content_hash(source):
             raise SystemExit(f"{reference_path(folder, source)} was made from another {source.name}: write it anew")
         with tempfile.TemporaryDirectory() as scratch:
-            rows = Path(scratch) / source.name
-            write_input(source, reference, rows)
+            reference = reference[:rows]
+            copy = Path(scratch) / source.name
+            write_input(source, reference, copy)
             for variant in variants:
                 try:
                     if variant == SMALL_POOL:
                         answers = run_small_pool(model, reference, threads)
                     else:
-                        answers = run_program(model, rows, Path(scratch), VARIANTS[variant], threads)
+                        answers = run_program(model, copy, Path(scratch), VARIANTS[variant], threads)
                 except VariantFailed as failure:
                     print(f"{source.stem:14} {variant:16} FAILED: {failure}", flush=True)
                     bad += 1
@@ -199,6 +200,7 @@ def main() -> None:
         command.add_argument("data", type=Path, nargs="+", help="Parquet files with `messages` and `max_tokens`")
     make.add_argument("-o", "--output", type=Path, required=True, help="folder of the reference files")
     make.add_argument("--rows", type=int, default=40, help="first rows of each file (default 40)")
+    check.add_argument("--rows", type=int, help="first rows of each reference file (default all)")
     make.add_argument("--cap", type=int, default=64, help="most output tokens of a row (default 64)")
     make.add_argument("--threads", type=int, default=1)
     check.add_argument("--reference", type=Path, required=True, help="folder of the reference files")
@@ -208,7 +210,8 @@ def main() -> None:
     if args.command == "reference":
         write_reference(args.model, args.data, args.output, args.rows, args.cap, args.threads)
         return
-    sys.exit(1 if compare(args.model, args.data, args.reference, args.variant or list(VARIANTS), args.threads) else 0)
+    variants = args.variant or list(VARIANTS)
+    sys.exit(1 if compare(args.model, args.data, args.reference, args.rows, variants, args.threads) else 0)
 
 
 if __name__ == "__main__":
