@@ -73,6 +73,7 @@ COLUMNS = {
     "recomputed_tokens": "recomputed",
     "output_tokens": "output tokens",
     "load_s": "load s",
+    "read_s": "read s",
     "plan_s": "plan s",
     "run_s": "run s",
     "wall_s": "process s",
