@@ -274,7 +274,7 @@ def _make_batches(plan: AttentionPlan) -> list[Batch]:
     if not plan.entries:
         return []
     items = np.array([entry.item for entry in plan.entries], np.int64)
-    lengths = plan.num_keys[items] + [entry.joined for entry in plan.entries]
+    lengths = plan.num_keys[items] + np.array([entry.joined for entry in plan.entries], np.int64)
     sizes = _query_sizes(np.array([plan.items[i].query_count for i in items], np.int64), lengths)
     batches: list[Batch] = []
     for size in np.unique(sizes).tolist():
