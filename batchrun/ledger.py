@@ -16,6 +16,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +85,8 @@ class WorkFolder:
         """What was found wrong and will be done again; one line each."""
         self.fingerprint: dict[str, Any] = settings["fingerprint"]
         self.job_id: str = settings["job_id"]
+        self.started_at = datetime.fromisoformat(settings["started_at"])
+        """When the first process of the job began, local time; what templates are told, so that resumed rows are no different."""
         self.overwrite: bool = settings["overwrite"]
         """Whether the final rename may replace an old output."""
         self.run_id: int = settings["runs"] - 1
@@ -101,7 +104,13 @@ class WorkFolder:
             Refused: another run holds the folder, or it cannot be made.
         """
         folder = work_path(output)
-        settings = {"fingerprint": _plain(fingerprint), "job_id": uuid.uuid4().hex, "overwrite": overwrite, "runs": 1}
+        settings = {
+            "fingerprint": _plain(fingerprint),
+            "job_id": uuid.uuid4().hex,
+            "started_at": datetime.now().isoformat(),
+            "overwrite": overwrite,
+            "runs": 1,
+        }
         lock = None
         try:
             folder.mkdir(exist_ok=overwrite or reuse)
@@ -210,7 +219,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     path = folder / RUN_FILE
     try:
         settings = json.loads(path.read_bytes())
-        if not {"fingerprint", "job_id", "overwrite", "runs"} <= set(settings):
+        if not {"fingerprint", "job_id", "started_at", "overwrite", "runs"} <= set(settings):
             raise ValueError("an entry is missing")
     except FileNotFoundError:
         return None

@@ -97,7 +97,7 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     found = resolve_model(options.model)
     config, tokenizer = load_tokenizer(found)
     check(options.prompt, tokenizer.chat_template, source.schema.names, reader.messages_column is not None)
-    renderer = Renderer(tokenizer, options.prompt, datetime.now())
+    Renderer(tokenizer, options.prompt, datetime.now())  # templates that do not compile are refused before anything is made
     options = replace(
         options,
         device=pick_device(options.device),
@@ -113,6 +113,7 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     work = prepared.work
     try:
         job = _Job(options, source, found, config, work, progress, stop or (lambda: False), timer)
+        renderer = Renderer(tokenizer, options.prompt, work.started_at)
         intake = take_in(source, reader, renderer, work.path, job.stop_if_asked)
         timer.lap("read_s")
         job.warnings.extend(renderer.warnings)
