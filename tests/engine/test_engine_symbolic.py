@@ -11,6 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from batchrun.engine import engine as engine_module
 from batchrun.engine.config import EngineConfig
 from batchrun.engine.engine import Engine
@@ -19,8 +22,6 @@ from batchrun.engine.sampling_params import SamplingParams
 from batchrun.engine.step import KeySegment, StepPlan
 from batchrun.prefix_cache.order import order_rows
 from batchrun.prefix_cache.trie import build_trie
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 VOCAB = 13
 
@@ -57,7 +58,9 @@ class SymbolicRunner:
         histories = []
         for keys, position, token in zip(seen, step.positions, step.token_ids, strict=True):
             keys.sort()
-            assert [at for at, _ in keys] == list(range(position + 1)), f"query at {position} sees positions {[at for at, _ in keys]}"
+            assert [at for at, _ in keys] == list(range(position + 1)), (
+                f"query at {position} sees positions {[at for at, _ in keys]}"
+            )
             assert keys[-1][1] == token
             histories.append(tuple(token for _, token in keys))
         logits = torch.zeros(len(step.logit_rows), VOCAB)
@@ -73,7 +76,14 @@ class Outcome:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], max_tokens: list[int], **options: object) -> Outcome:
-    settings_ = {"num_pages": 64, "page_size": 4, "max_running": 8, "chunk_tokens": 8, "max_context": 10_000, "check_integrity": True}
+    settings_ = {
+        "num_pages": 64,
+        "page_size": 4,
+        "max_running": 8,
+        "chunk_tokens": 8,
+        "max_context": 10_000,
+        "check_integrity": True,
+    }
     order = options.pop("order", "plan")
     shared = options.pop("shared", True)
     samples = options.pop("n", 1)
@@ -87,7 +97,10 @@ def run(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], max_tokens: l
     trie = build_trie(tokens, begin, lengths, shared=bool(shared))
     row_order = order_rows(trie, np.array(max_tokens, np.float64), str(order))
     monkeypatch.setattr(engine_module, "Runner", SymbolicRunner)
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB, eos_ids=(0,)), tokenizer=SimpleNamespace(decode=lambda ids, skip_special=True: ""))
+    model = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=VOCAB, eos_ids=(0,)),
+        tokenizer=SimpleNamespace(decode=lambda ids, skip_special=True: ""),
+    )
     engine = Engine(model, config)  # type: ignore[arg-type]
     completions: dict[tuple[int, int], Completion] = {}
     for finished in engine.run(prompt_set, trie, row_order):
@@ -123,7 +136,15 @@ PROMPTS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=24), min_siz
     running=st.sampled_from([1, 3, 50]),
 )
 def test_every_row_equals_itself_alone_whatever_the_batch(
-    prompts: list[list[int]], lengths: list[int], order: str, reserve: bool, shared: bool, n: int, pages: int, chunk: int, running: int
+    prompts: list[list[int]],
+    lengths: list[int],
+    order: str,
+    reserve: bool,
+    shared: bool,
+    n: int,
+    pages: int,
+    chunk: int,
+    running: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         outcome = run(
@@ -155,7 +176,9 @@ def test_small_pool_without_reserved_output_evicts_and_preempts_and_changes_noth
     assert small.engine.stats.preemptions > 0
     big = run(monkeypatch, prompts, lengths, order="given", num_pages=4096, max_running=16, reserve_output=False)
     assert big.engine.stats.evictions == big.engine.stats.preemptions == 0
-    assert {key: c.output_ids for key, c in small.completions.items()} == {key: c.output_ids for key, c in big.completions.items()}
+    assert {key: c.output_ids for key, c in small.completions.items()} == {
+        key: c.output_ids for key, c in big.completions.items()
+    }
     assert small.engine.stats.steps <= 20 * big.engine.stats.steps
 
 

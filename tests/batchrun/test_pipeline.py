@@ -1,0 +1,177 @@
+"""The whole job on a tiny random model: what is computed, written, counted and resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.engine.sampling_params import SamplingParams
+from batchrun.errors import Refused, Stopped
+from batchrun.options import PromptOptions, RunOptions
+from batchrun.pipeline import RunResult, run
+
+SUMMARY_KEYS = [
+    "rows",
+    "ok",
+    "failed",
+    "samples",
+    "prompt_tokens",
+    "trie_tokens",
+    "computed_prompt_tokens",
+    "recomputed_tokens",
+    "output_tokens",
+    "load_s",
+    "plan_s",
+    "run_s",
+    "rows_per_s",
+    "total_tokens_per_s",
+    "peak_kv_tokens",
+    "preemptions",
+    "evictions",
+    "steps",
+    "decode_steps",
+    "model",
+    "device",
+    "dtype",
+]
+TIMING_COLUMNS = {
+    "queue_ms", "prefill_ms", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "latency_ms", "started_at", "run_id",
+}  # fmt: skip
+
+
+class Job:
+    """Runs one input with the tiny model into one folder."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+
+    def run(
+        self, columns: dict[str, list[Any]], stop: Any = None, sampling: SamplingParams | None = None, **options: Any
+    ) -> RunResult:
+        source = self.folder / "input.parquet"
+        pq.write_table(pa.table(columns), source)
+        options = {"dtype": "float32", "threads": 1, "output": self.folder / "out.parquet", "prompt": PromptOptions(), **options}
+        made = RunOptions(
+            inputs=(str(source),),
+            model=str(self.model),
+            sampling=sampling or SamplingParams(max_tokens=6, ignore_eos=True),
+            **options,
+        )
+        return run(made, stop=stop)
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model_folder: Path) -> Job:
+    return Job(tmp_path, tiny_model_folder)
+
+
+def rows_of(result: RunResult) -> list[dict[str, Any]]:
+    return pq.read_table(result.output).to_pylist()
+
+
+def untimed(result: RunResult) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in TIMING_COLUMNS} for row in rows_of(result)]
+
+
+PROMPTS = [f"the cat and the dog {word} in the" for word in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
+
+
+def test_summary_has_the_contract_keys_and_agrees_with_the_rows(job: Job) -> None:
+    result = job.run({"prompt": [*PROMPTS, None, PROMPTS[0]]})
+    assert set(SUMMARY_KEYS) <= set(result.summary)
+    rows = rows_of(result)
+    assert [row["row_index"] for row in rows] == list(range(10))
+    assert (result.summary["rows"], result.summary["ok"], result.summary["failed"]) == (10, 9, 1)
+    assert result.exit_code == 1
+    assert result.summary["output_tokens"] == sum(row["output_tokens"] for row in rows) == 9 * 6
+    assert result.summary["prompt_tokens"] == sum(row["prompt_tokens"] for row in rows)
+    assert result.summary["computed_prompt_tokens"] == result.summary["trie_tokens"]
+    computed = [row["prompt_tokens"] - row["cached_tokens"] for row in rows if row["error"] is None]
+    assert sum(computed) == result.summary["trie_tokens"]
+
+
+def test_duplicate_of_a_greedy_row_is_fanned_out_with_its_times(job: Job) -> None:
+    first, second, third = rows_of(job.run({"prompt": [PROMPTS[0], PROMPTS[1], PROMPTS[0]]}))
+    assert third["output"] == first["output"]
+    assert third["cached_tokens"] == third["prompt_tokens"]
+    assert first["cached_tokens"] < first["prompt_tokens"]
+    assert [third[name] for name in TIMING_COLUMNS] == [first[name] for name in TIMING_COLUMNS]
+    assert second["cached_tokens"] > 0
+
+
+def test_every_time_is_ordered_and_one_token_has_no_gaps(job: Job) -> None:
+    rows = rows_of(job.run({"prompt": PROMPTS, "max_tokens": [1, 2, 3, 4, 5, 6, 7, 8]}, max_running=2))
+    for row in rows:
+        assert 0 <= row["queue_ms"] <= row["ttft_ms"] <= row["latency_ms"]
+        assert row["ttft_ms"] == pytest.approx(row["queue_ms"] + row["prefill_ms"])
+    assert rows[0]["tpot_ms"] is None
+    assert rows[0]["itl_max_ms"] is None
+    assert rows[1]["tpot_ms"] == rows[1]["itl_max_ms"] > 0
+
+
+def test_greedy_samples_are_computed_once_and_drawn_samples_differ(job: Job) -> None:
+    result = job.run({"prompt": PROMPTS[:2], "n": [3, 4], "temperature": [0.0, 1.5]})
+    rows = rows_of(result)
+    assert [(row["row_index"], row["sample"]) for row in rows] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert len({row["output"] for row in rows[:3]}) == 1
+    assert len({row["output"] for row in rows[3:]}) > 1
+    assert any("n > 1" in warning for warning in result.warnings)
+    assert result.summary["samples"] == 7
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_stopped_run_resumes_to_the_rows_of_an_undisturbed_one(job: Job, after: int) -> None:
+    columns = {"prompt": [*PROMPTS, None], "n": [1, 2, 1, 3, 1, 1, 1, 1, 1], "temperature": [0.0, 1.0, 0.0, 1.0, 0, 0, 0, 0, 0]}
+    whole = untimed(job.run(columns, return_token_ids=True))
+    polls = iter([False] * after + [True] * 100)
+    options = {"output": job.folder / "cut.parquet", "return_token_ids": True, "max_running": 2}
+    with pytest.raises(Stopped, match="left"):
+        job.run(columns, stop=lambda: next(polls), **options)
+    assert not (job.folder / "cut.parquet").exists()
+    resumed = job.run(columns, resume=True, **options)
+    rows = untimed(resumed)
+    # A row whose prefix was computed by the first process computes it again, so only the counts of shared tokens may differ.
+    assert [row | {"cached_tokens": 0} for row in rows] == [row | {"cached_tokens": 0} for row in whole]
+    assert resumed.summary["rows"] == 9
+    assert resumed.summary["failed"] == 1
+    assert not (job.folder / "cut.parquet.batchrun").exists()
+
+
+def test_resume_with_other_settings_names_the_difference(job: Job) -> None:
+    polls = iter([False, False, True])
+    with pytest.raises(Stopped):
+        job.run({"prompt": PROMPTS}, stop=lambda: next(polls))
+    with pytest.raises(Refused, match="max-tokens"):
+        job.run({"prompt": PROMPTS}, resume=True, sampling=SamplingParams(max_tokens=7, ignore_eos=True))
+    with pytest.raises(Refused, match="input"):
+        job.run({"prompt": ["another", *PROMPTS]}, resume=True)
+    job.run({"prompt": PROMPTS}, resume=True)
+    again = job.run({"prompt": PROMPTS}, resume=True)
+    assert "finished already" in again.warnings[0]
+
+
+def test_refusal_leaves_nothing_behind(job: Job) -> None:
+    with pytest.raises(Refused, match="kv-tokens"):
+        job.run({"prompt": PROMPTS}, kv_tokens=3)
+    assert [path.name for path in job.folder.iterdir()] == ["input.parquet"]
+
+
+def test_row_that_never_fits_is_an_error_that_names_both_numbers(job: Job) -> None:
+    rows = rows_of(job.run({"prompt": [PROMPTS[0], "the " * 200]}, kv_tokens=128))
+    assert rows[0]["error"] is None
+    assert "128" in rows[1]["error"]
+    assert rows[1]["prompt_tokens"] > 200
+
+
+def test_input_without_rows_gives_an_output_without_rows(job: Job) -> None:
+    result = job.run({"prompt": pa.array([], pa.string())})
+    assert rows_of(result) == []
+    assert result.exit_code == 0
+    assert pq.read_schema(result.output).field("error").type == pa.string()
+
+
+def test_two_runs_write_the_same_rows(job: Job) -> None:
+    columns = {"prompt": PROMPTS, "temperature": [0.0, 0.9] * 4}
+    assert untimed(job.run(columns)) == untimed(job.run(columns, overwrite=True))
