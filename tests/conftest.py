@@ -9,6 +9,7 @@ Everything here is the same in every run and on every machine.
 
 import importlib.util
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+# As the command line does, before anything imports torch: see batchrun/cli/main.py.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Earlier words win where two overlap. "Ġ" is the byte-level alphabet's space, "Ċ" its line feed.

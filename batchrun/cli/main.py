@@ -5,6 +5,7 @@ Only click is imported here. A subcommand's module is imported when it is called
 
 import difflib
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -88,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 fine, 1 finished with failed rows, 2 refused before the start, 3 stopped before the end,
         130 after SIGINT, 143 after SIGTERM.
     """
+    # OpenMP reads this when torch is loaded. Threads that spin while they wait lose whole time slices on a machine that does
+    # anything else: steps then take a hundred times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for stream in (sys.stdout, sys.stderr):
         # Under LC_ALL=C a prompt's text must still print; outputs in files are always UTF-8.
         if hasattr(stream, "reconfigure"):

@@ -37,7 +37,8 @@ SUMMARY_KEYS = [
     "dtype",
 ]
 TIMING_COLUMNS = {
-    "queue_ms", "prefill_ms", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "latency_ms", "started_at", "run_id",
+    "queue_ms", "prefill_ms", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "latency_ms", "started_at",
+    "run_id",
 }  # fmt: skip
 
 
