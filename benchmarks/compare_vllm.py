@@ -28,7 +28,7 @@ WORKER = Path(__file__).parent / "peers" / "vllm_offline.py"
 ORDERS = ("given", "sorted")
 
 
-class PeerMissing(Exception):  # noqa: N818 - not an error: the comparison goes on without the peer
+class PeerMissing(Exception):
     """vLLM cannot be run here; the message says why."""
 
 

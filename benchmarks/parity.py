@@ -29,8 +29,6 @@ VARIANTS: dict[str, list[str]] = {
     "chunk-16": ["--chunk-tokens", "16"],
     SMALL_POOL: [],  # through the engine: the program reserves a row's output, so that it never preempts
 }
-POOL_ROWS = 1.25
-"""Size of the small pool in longest rows: one fits with its output, two do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Difference:
         return self.gap is not None and self.gap <= NEAR_TIE
 
 
-class VariantFailed(Exception):  # noqa: N818 - it tells of a run, like subprocess.TimeoutExpired
+class VariantFailed(Exception):
     """The program did not do what the variant needs, so there is nothing to compare."""
 
 
@@ -98,8 +96,15 @@ def run_program(model: Path, data: Path, folder: Path, options: list[str], threa
     return Answers(table["output_ids"].to_pylist(), table["prompt_tokens"].to_pylist(), note)
 
 
+def small_pool(reference: list[ReferenceRow]) -> int:
+    """Return a pool size in tokens: any one row fits; the prompts of the two longest fit together, their outputs do not."""
+    longest = sorted(reference, key=lambda row: len(row.prompt_ids))[-2:]
+    two_prompts = sum(len(row.prompt_ids) for row in longest) + longest[0].max_tokens // 2
+    return max(two_prompts, *(len(row.prompt_ids) + row.max_tokens for row in reference))
+
+
 def run_small_pool(model: Path, reference: list[ReferenceRow], threads: int | None) -> Answers:
-    """Run the reference's token ids in given order through an engine that reserves no output, in a pool of hardly one row.
+    """Run the reference's token ids in given order through an engine that reserves no output, in a pool of two prompts.
 
     Raises:
         VariantFailed: no row was preempted, so that the variant shows nothing.
@@ -128,10 +133,9 @@ def run_small_pool(model: Path, reference: list[ReferenceRow], threads: int | No
     trie = build_trie(prompts.tokens, prompts.begin, prompts.length)
     order = order_rows(trie, np.array([row.max_tokens for row in reference], np.float64), "given")
     page = page_size("cpu")
-    longest = max(len(row.prompt_ids) + row.max_tokens for row in reference)
     loaded = load_model(resolve_model(str(model)), "cpu", "float32", threads)
     config = EngineConfig(
-        num_pages=math.ceil(POOL_ROWS * longest / page),
+        num_pages=math.ceil(small_pool(reference) / page),
         page_size=page,
         max_running=16,
         chunk_tokens=256,
@@ -148,7 +152,7 @@ def run_small_pool(model: Path, reference: list[ReferenceRow], threads: int | No
     stats = engine.stats
     note = f"pool {config.kv_tokens} tokens, preemptions {stats.preemptions}, evictions {stats.evictions}, steps {stats.steps}"
     if not stats.preemptions:
-        raise VariantFailed(f"no row was preempted ({note}): make the pool smaller")
+        raise VariantFailed(f"no row was preempted ({note}): choose more rows")
     rows = [done[row.row] for row in reference]
     return Answers([row.output_ids for row in rows], [row.prompt_tokens for row in rows], note)
 

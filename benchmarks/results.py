@@ -29,7 +29,7 @@ class ProgramRun:
     output_rows: int
 
 
-class RunFailed(Exception):  # noqa: N818 - it tells of a run, like subprocess.TimeoutExpired
+class RunFailed(Exception):
     """The program ended with another exit code than 0."""
 
 
