@@ -183,6 +183,12 @@ def check_finished(output: Path, unbroken: list[dict[str, Any]], durable: set[in
     assert not output.with_name(output.name + ".batchrun").exists()
 
 
+def computed_prompt_tokens(output: Path) -> int:
+    """Of the process that finished the output, from its footer."""
+    summary = json.loads(pq.read_schema(output).metadata[b"batchrun"])["summary"]
+    return int(summary["computed_prompt_tokens"])
+
+
 @pytest.mark.parametrize(
     ("point", "rows"), [("part", 50), ("part", 250), ("part", 480), ("part file", 250), ("ledger", 250), ("rename", 0)]
 )
@@ -202,6 +208,9 @@ def test_a_killed_run_goes_on_where_it_was(run: Run, folder: Path, unbroken: lis
     resumed = run(name, "--resume")
     assert resumed == (1, "495 ok, 5 failed\n")
     check_finished(folder / name, unbroken, durable)
+    left = [row["prompt_tokens"] for row in unbroken if row["row_index"] not in durable]
+    assert computed_prompt_tokens(folder / name) <= sum(left)
+    assert sum(left) < computed_prompt_tokens(folder / "unbroken.parquet") or rows == 50
 
 
 @pytest.mark.parametrize("point", ["renamed", "removal"])
