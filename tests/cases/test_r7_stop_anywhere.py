@@ -37,7 +37,11 @@ def test_output_ends_before_the_stop_string_wherever_it_lies(run_job: Callable[.
     stops += [[pieces[0]], [text[0]]]
     late, early = text[-4:-1], pieces[3] + pieces[4][:1]
     assert text.index(early) < text.index(late)
-    stops += [[late, early]]
+    # Both of these are complete with one token, and the later-listed one begins before the other.
+    both = [[right[2:], left[-1] + right[0]] for left, right in pairwise(pieces) if len(right) > 4]
+    both = [stop for stop in both if 0 <= text.index(stop[0]) - text.index(stop[1]) == 3]
+    assert both
+    stops += [[late, early], *both]
     include = [False] * len(stops)
     stops, include = [*stops, stops[0], [early]], [*include, True, True]
     stops, include = [*stops, ["Zanzibar"]], [*include, False]
