@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchrun.engine.tokenizer import Tokenizer
+
 DRIVER = """
 import json, os, signal, sys, threading
 import torch
@@ -192,7 +194,9 @@ def computed_prompt_tokens(output: Path) -> int:
 @pytest.mark.parametrize(
     ("point", "rows"), [("part", 50), ("part", 250), ("part", 480), ("part file", 250), ("ledger", 250), ("rename", 0)]
 )
-def test_a_killed_run_goes_on_where_it_was(run: Run, folder: Path, unbroken: list[dict[str, Any]], point: str, rows: int) -> None:
+def test_a_killed_run_goes_on_where_it_was(
+    run: Run, folder: Path, tiny_model_folder: Path, unbroken: list[dict[str, Any]], point: str, rows: int
+) -> None:
     name = f"{point}-{rows}.parquet".replace(" ", "-")
     work = folder / f"{name}.batchrun"
     assert run(name, point=point, rows=rows).code == -signal.SIGKILL
@@ -208,9 +212,9 @@ def test_a_killed_run_goes_on_where_it_was(run: Run, folder: Path, unbroken: lis
     resumed = run(name, "--resume")
     assert resumed == (1, "495 ok, 5 failed\n")
     check_finished(folder / name, unbroken, durable)
-    left = [row["prompt_tokens"] for row in unbroken if row["row_index"] not in durable]
-    assert computed_prompt_tokens(folder / name) <= sum(left)
-    assert sum(left) < computed_prompt_tokens(folder / "unbroken.parquet") or rows == 50
+    left = [row["prompt"] for row in unbroken if row["row_index"] not in durable and row["error"] is None]
+    ids = Tokenizer.from_folder(tiny_model_folder).encode_raw(left)
+    assert computed_prompt_tokens(folder / name) == len({tuple(row[:end]) for row in ids for end in range(1, len(row) + 1)})
 
 
 @pytest.mark.parametrize("point", ["renamed", "removal"])
