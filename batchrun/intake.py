@@ -26,9 +26,16 @@ class Intake:
 
 
 def take_in(
-    source: Source, reader: RowReader, renderer: Renderer, folder: Path, after_batch: Callable[[], None] = lambda: None
+    source: Source,
+    reader: RowReader,
+    renderer: Renderer,
+    folder: Path,
+    vocab_size: int,
+    after_batch: Callable[[], None] = lambda: None,
 ) -> Intake:
     """Tokenise the whole source into a spool in `folder`, batch by batch; `after_batch` may raise to stop.
+
+    vocab_size is the model's: a tokenizer may know more tokens than the model has embeddings.
 
     Raises:
         Refused: the input changed while it was read.
@@ -42,6 +49,8 @@ def take_in(
         encoded = iter(renderer.encode([row for row in rows if isinstance(row, RowInput)]))
         for row in rows:
             ids: npt.NDArray[np.int32] | RowError = row if isinstance(row, RowError) else next(encoded)
+            if not isinstance(ids, RowError) and (highest := int(ids.max())) >= vocab_size:
+                ids = RowError(row.row_index, f"the prompt has token {highest}: the model knows only tokens below {vocab_size}")
             if isinstance(row, RowInput):
                 params_id[row.row_index] = params.add(row.params)
             if isinstance(ids, RowError):

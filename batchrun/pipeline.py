@@ -114,7 +114,7 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     try:
         job = _Job(options, source, found, config, work, progress, stop or (lambda: False), timer)
         renderer = Renderer(tokenizer, options.prompt, work.started_at)
-        intake = take_in(source, reader, renderer, work.path, job.stop_if_asked)
+        intake = take_in(source, reader, renderer, work.path, config.vocab_size, job.stop_if_asked)
         timer.lap("read_s")
         job.warnings.extend(renderer.warnings)
         if not renderer.uses_chat_template and not options.prompt.raw:

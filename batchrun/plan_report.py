@@ -128,7 +128,7 @@ def plan_job(options: RunOptions, target: str = "this") -> PlanReport:
     check(options.prompt, tokenizer.chat_template, source.schema.names, reader.messages_column is not None)
     renderer = Renderer(tokenizer, options.prompt, datetime.now())
     with tempfile.TemporaryDirectory(prefix="batchrun-plan-") as folder:
-        intake = take_in(source, reader, renderer, Path(folder))
+        intake = take_in(source, reader, renderer, Path(folder), config.vocab_size)
         weights = config.num_parameters * _BYTES[dtype]
         memory = hardware.pool_memory(device, weights) if machine is None else _target_pool(machine, weights)
         kv = KVSize(tokens_per_page, config.kv_bytes_per_token(dtype), memory)

@@ -1,5 +1,7 @@
 """The whole job on a tiny random model: what is computed, written, counted and resumed."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,16 @@ def test_input_without_rows_gives_an_output_without_rows(job: Job) -> None:
 def test_two_runs_write_the_same_rows(job: Job) -> None:
     columns = {"prompt": PROMPTS, "temperature": [0.0, 0.9] * 4}
     assert untimed(job.run(columns)) == untimed(job.run(columns, overwrite=True))
+
+
+def test_token_that_the_model_has_no_embedding_for_costs_its_row(job: Job, tmp_path: Path) -> None:
+    folder = tmp_path / "grown"
+    shutil.copytree(job.model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    added = {"id": 100_000, "content": "<|new|>", "special": True}
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], **added})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    grown = Job(tmp_path, folder)
+    rows = rows_of(grown.run({"prompt": ["the cat <|new|>", "the cat"]}, prompt=PromptOptions(raw=True)))
+    assert "token" in rows[0]["error"]
+    assert rows[1]["error"] is None
