@@ -1,7 +1,6 @@
 """A job in the night: no terminal, a bare environment, logs in files, signals (case R15)."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
