@@ -107,9 +107,8 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     timer.lap("load_s")
     prepared = prepare(options.output, _fingerprint(options, source, found), **place)
     if prepared.work is None:
-        summary = prepared.summary
         note = f"{options.output} is finished already, by a run of the same input and options"
-        return RunResult(summary, int(bool(summary.get("failed"))), options.output, [note])
+        return RunResult(prepared.summary, 0, options.output, [note])
     work = prepared.work
     try:
         job = _Job(options, source, found, config, work, progress, stop or (lambda: False), timer)

@@ -46,6 +46,8 @@ class SymbolicRunner:
             self.segments = [s._replace(num_keys=s.num_keys + 1) if s.causal and s.query_count == 1 else s for s in self.segments]
         else:
             self.segments = step.segments
+            shared = [tuple(segment.runs) for segment in step.segments if not segment.causal]
+            assert len(set(shared)) == len(shared), "the keys of a node are read more than once"
         for slot, position, token in zip(step.slots, step.positions, step.token_ids, strict=True):
             self.written[int(slot)] = (int(position), int(token))
         seen: list[list[tuple[int, int]]] = [[] for _ in step.token_ids]
@@ -131,7 +133,7 @@ PROMPTS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=24), min_siz
     reserve=st.booleans(),
     shared=st.booleans(),
     n=st.sampled_from([1, 3]),
-    pages=st.sampled_from([20, 24, 64]),
+    pool=st.sampled_from([(33, 1), (40, 1), (300, 1), (20, 4), (64, 4)]),
     chunk=st.sampled_from([1, 5, 64]),
     running=st.sampled_from([1, 3, 50]),
 )
@@ -142,14 +144,14 @@ def test_every_row_equals_itself_alone_whatever_the_batch(
     reserve: bool,
     shared: bool,
     n: int,
-    pages: int,
+    pool: tuple[int, int],
     chunk: int,
     running: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         outcome = run(
-            patch, prompts, lengths[: len(prompts)], order=order, shared=shared, n=n, num_pages=pages, chunk_tokens=chunk,
-            max_running=running, reserve_output=reserve,
+            patch, prompts, lengths[: len(prompts)], order=order, shared=shared, n=n, num_pages=pool[0], page_size=pool[1],
+            chunk_tokens=chunk, max_running=running, reserve_output=reserve,
         )  # fmt: skip
     assert sorted(outcome.completions) == [(row, sample) for row in range(len(prompts)) for sample in range(n)]
     for (row, _), completion in outcome.completions.items():
@@ -160,7 +162,7 @@ def test_every_row_equals_itself_alone_whatever_the_batch(
     assert stats.computed_prompt_tokens - stats.recomputed_tokens == distinct
     cached = {row: completion.cached_tokens for (row, _), completion in outcome.completions.items()}
     assert sum(len(prompts[row]) - cached[row] for row in cached) == distinct
-    if order == "plan" and reserve and pages == 64:
+    if order == "plan" and reserve and pool in {(300, 1), (64, 4)}:
         assert stats.recomputed_tokens == stats.recomputed_output_tokens == stats.preemptions == 0
 
 
@@ -168,18 +170,28 @@ def build_trie_tokens(prompts: list[list[int]]) -> int:
     return len({tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)})
 
 
-def test_small_pool_without_reserved_output_evicts_and_preempts_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [3, 8, 64])
+def test_small_pool_without_reserved_output_evicts_and_preempts_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    # Chunks below the 20 output tokens make a preempted row catch up in several steps.
     prompts = [[1 + (row % 4) // 2, 1 + row % 2] * 10 + [1 + row % 7] * 3 for row in range(40)]
     lengths = [20] * 40
-    small = run(monkeypatch, prompts, lengths, order="given", num_pages=32, max_running=16, reserve_output=False)
+    small = run(
+        monkeypatch, prompts, lengths, order="given", num_pages=32, max_running=16, chunk_tokens=chunk, reserve_output=False
+    )
     assert small.engine.stats.evictions > 0
     assert small.engine.stats.preemptions > 0
-    big = run(monkeypatch, prompts, lengths, order="given", num_pages=4096, max_running=16, reserve_output=False)
+    big = run(
+        monkeypatch, prompts, lengths, order="given", num_pages=4096, max_running=16, chunk_tokens=chunk, reserve_output=False
+    )
     assert big.engine.stats.evictions == big.engine.stats.preemptions == 0
     assert {key: c.output_ids for key, c in small.completions.items()} == {
         key: c.output_ids for key, c in big.completions.items()
     }
-    assert small.engine.stats.steps <= 20 * big.engine.stats.steps
+    stats = small.engine.stats
+    assert stats.computed_prompt_tokens - stats.recomputed_tokens == build_trie_tokens(prompts)
+    assert stats.steps <= 20 * big.engine.stats.steps
 
 
 def test_plan_order_in_a_pool_of_one_path_computes_each_distinct_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +221,12 @@ def test_rows_of_equal_prompts_take_their_first_token_in_one_step(monkeypatch: p
     outcome = run(monkeypatch, [[1, 2, 3]] * 5, [3] * 5, max_running=1)
     assert len({completion.token_times[0] for completion in outcome.completions.values()}) == 1
     assert [outcome.completions[row, 0].cached_tokens for row in range(5)] == [0, 3, 3, 3, 3]
+
+
+def test_keys_of_a_node_are_read_once_while_rows_decode_and_prefill_beneath_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nodes long enough to be read apart; few tokens per step, so that early rows decode while later ones are prefilled.
+    prompts = [[1] * 300 + [2 + row // 3] * 60 + [9 + row % 3] * 2 for row in range(9)]
+    outcome = run(monkeypatch, prompts, [12] * 9, num_pages=400, max_running=9, chunk_tokens=40)
+    assert {key: c.output_ids for key, c in outcome.completions.items()} == {
+        (row, 0): alone(prompt, 12) for row, prompt in enumerate(prompts)
+    }
