@@ -6,10 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from batchrun.kernels.spec import KVConfig
-
-PAGE_SIZE = 16
-"""Tokens per page: small enough that short nodes waste little, large enough that page lists stay short."""
+from batchrun.kernels.spec import PAGE_SIZE, KVConfig
 
 
 class KVCache:

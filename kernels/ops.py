@@ -1,12 +1,12 @@
 """The one door to the operations: everything outside this folder imports these names and knows no layout behind them."""
 
+from typing import Literal, TypeAlias
+
 import torch
 
-from batchrun.kernels import cpu
-from batchrun.kernels.cpu import KVCache, PackedLinear, linear, pack_linear, rms_norm, rms_norm_residual, rotary, silu_mul
-from batchrun.kernels.cpu_attention import attend
-from batchrun.kernels.cpu_plan import AttentionPlan, advance_plan, build_plan
-from batchrun.kernels.spec import AttentionItem, KVConfig
+from batchrun.kernels import cpu, cpu_attention, cpu_plan, native, native_plan, native_pool
+from batchrun.kernels.cpu import PackedLinear, linear, pack_linear, rms_norm, rms_norm_residual, rotary, silu_mul
+from batchrun.kernels.spec import PAGE_SIZE, AttentionItem, KVConfig
 
 __all__ = [
     "AttentionItem",
@@ -20,6 +20,7 @@ __all__ = [
     "build_plan",
     "copy_kv",
     "linear",
+    "native_status",
     "pack_linear",
     "page_size",
     "rms_norm",
@@ -28,6 +29,20 @@ __all__ = [
     "silu_mul",
     "write_kv",
 ]
+
+KVCache: TypeAlias = cpu.KVCache | native_pool.NativeKVCache
+"""A pool of keys and values, opaque. Its kind, chosen when it is allocated, decides who computes on it."""
+AttentionPlan: TypeAlias = cpu_plan.AttentionPlan | native_plan.NativePlan
+"""A step's attention, prepared for all layers of one pool, opaque."""
+
+_choice: Literal["auto", "torch", "native"] = "auto"
+"""Tests set it, to have either implementation where both can be had."""
+
+
+def native_status() -> str:
+    """One line: where the compiled attention kernel lies, or why there is none. Builds it if need be."""
+    loaded = native.load()
+    return f"compiled: {loaded.path}" if isinstance(loaded, native.Native) else f"torch operations: {loaded}"
 
 
 def page_size(device: str) -> int:
@@ -38,11 +53,14 @@ def page_size(device: str) -> int:
     """
     if device != "cpu":
         raise ValueError(f"device is {device!r}: only 'cpu' is implemented")
-    return cpu.PAGE_SIZE
+    return PAGE_SIZE
 
 
 def allocate_kv(config: KVConfig, num_pages: int) -> KVCache:
-    """A pool for num_pages * page_size tokens. Its contents are undefined until written; attention never reads past num_keys.
+    """A pool for num_pages * page_size tokens. Its contents are undefined until written; attention never uses keys past num_keys.
+
+    bfloat16 with a head size that is a multiple of 16 up to 256 is computed by the compiled kernel where CPU and compiler
+    allow it, all else in torch operations.
 
     Raises:
         ValueError: num_pages below 1, or a device that has no implementation.
@@ -50,6 +68,11 @@ def allocate_kv(config: KVConfig, num_pages: int) -> KVCache:
     page_size(config.device)
     if num_pages < 1:
         raise ValueError(f"num_pages is {num_pages}: it must be at least 1")
+    if _choice != "torch" and native.suits(config):
+        loaded = native.load()
+        if isinstance(loaded, native.Native):
+            return native_pool.NativeKVCache(config, num_pages, loaded)
+    assert _choice != "native", f"no compiled kernel for {config}: {native_status()}"
     return cpu.KVCache(config, num_pages)
 
 
@@ -59,10 +82,60 @@ def write_kv(kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: t
     Arguments: k, v [T, kv_heads, head_dim] in the pool's dtype, keys already turned; slots int64 [T], all different,
         slot = page * page_size + offset.
     Changes those slots and nothing else. All of a step's tokens are written before `attend` of the same layer.
+
+    Raises:
+        IndexError: a slot outside the pool.
     """
-    cpu.write_kv(kv, layer, k, v, slots)
+    if isinstance(kv, native_pool.NativeKVCache):
+        native_pool.write_kv(kv, layer, k, v, slots)
+    else:
+        cpu.write_kv(kv, layer, k, v, slots)
 
 
 def copy_kv(kv: KVCache, source_slots: torch.Tensor, target_slots: torch.Tensor) -> None:
     """Copy keys and values of tokens in all layers; slots int64 [T]. Sources are read before any target is written."""
-    cpu.copy_kv(kv, source_slots, target_slots)
+    if isinstance(kv, native_pool.NativeKVCache):
+        native_pool.copy_kv(kv, source_slots, target_slots)
+    else:
+        cpu.copy_kv(kv, source_slots, target_slots)
+
+
+def build_plan(kv: KVCache, items: list[AttentionItem], num_tokens: int) -> AttentionPlan:
+    """Prepare the attention of a step of `num_tokens` tokens.
+
+    Every token is in at least one item, and the items a token is in have disjoint keys (not checked). The plan holds until
+    membership changes; in steps that only decode, `advance_plan` moves it on.
+
+    Raises:
+        ValueError: intervals outside the step, runs outside the pool, more keys than slots, a token in no item.
+    """
+    if isinstance(kv, native_pool.NativeKVCache):
+        return native_plan.build_plan(kv, items, num_tokens)
+    return cpu_plan.build_plan(kv, items, num_tokens)
+
+
+def advance_plan(plan: AttentionPlan) -> None:
+    """Move a plan of decoding rows to the next step: each causal item with one query gets one more key.
+
+    The new key's slot is the next of the item's runs. Afterwards the plan equals one built anew of the longer items.
+
+    Raises:
+        ValueError: an item has no reserved slot left; the plan is unchanged.
+    """
+    if isinstance(plan, native_plan.NativePlan):
+        native_plan.advance_plan(plan)
+    else:
+        cpu_plan.advance_plan(plan)
+
+
+def attend(kv: KVCache, layer: int, q: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    """Attention of the step's tokens in one layer; scale 1/sqrt(head_dim), partial results merged in float32.
+
+    Arguments: q [T, heads, head_dim], turned, in the pool's dtype; the step's keys and values have been written.
+    Returns: [T, heads, head_dim] in q's dtype, a tensor of its own; 0 for a token all of whose items have no keys.
+    """
+    if isinstance(kv, native_pool.NativeKVCache):
+        assert isinstance(plan, native_plan.NativePlan), "the plan was built for another pool"
+        return native_plan.attend(kv, layer, q, plan)
+    assert isinstance(plan, cpu_plan.AttentionPlan), "the plan was built for another pool"
+    return cpu_attention.attend(kv, layer, q, plan)

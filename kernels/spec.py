@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PAGE_SIZE = 16
+"""Tokens per page: small enough that short nodes waste little, large enough that page lists stay short."""
 
 
 @dataclass(frozen=True)

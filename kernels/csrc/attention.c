@@ -1,0 +1,457 @@
+/* Attention over pages of keys in bfloat16, for CPUs with AVX-512 and its bfloat16 dot product.
+ *
+ * Pool, per layer: [kv head][page][K then V], a page being 16 tokens of one kv head:
+ *
+ *     K   [head_dim / 2][16 keys][2]    one register holds a pair of dims of 16 keys: a query's pair, broadcast, adds to the
+ *                                       scores of 16 keys lane by lane, and no sum over lanes is ever needed
+ *     V   [8 pairs of keys][head_dim][2]    one register holds a pair of keys in 16 dims: a pair of weights, broadcast, adds to
+ *                                       16 elements of the output
+ *
+ * A task is an interval of an item's queries, one kv head and an interval of the item's pages. It goes over its pages in blocks
+ * with an online softmax (Milakov and Gimelshein 2018; Dao et al., FlashAttention) and leaves the sum of weights times values,
+ * the sum of weights, and the maximum they are relative to. The second pass adds up the tasks of each token. Tasks and the
+ * order of additions depend on the plan alone, never on the number of threads.
+ *
+ * Memory of a page outside an item's keys may hold anything, NaN included: its scores are replaced by -inf, its values by 0.
+ */
+
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#define PAGE 16
+#define PAIRS (PAGE / 2)
+#define BLOCK_PAGES 8
+#define BLOCK_PAIRS (BLOCK_PAGES * PAIRS)
+#define BLOCK_KEYS (BLOCK_PAGES * PAGE)
+#define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
+#define TILE_VECTORS 4
+#define MAX_DIM 256
+
+#define UNROLL _Pragma("GCC unroll 8") /* or the arrays of sums stay in memory */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef uint16_t bf16;
+
+typedef struct {
+    int32_t page, position, low, high; /* keys of lanes [low, high) of the page; `position` is the first one's in the item */
+} Entry;
+
+typedef struct {
+    int32_t start, count, num_keys, causal;
+} Item;
+
+typedef struct {
+    int32_t item, kv_head, first, count; /* queries [first, first + count) of the item */
+    int32_t entry, num_entries;
+    int32_t partial; /* row of the first query's partial result; -1: nothing else reaches its tokens, write the output */
+    int32_t unused;
+} Task;
+
+typedef struct {
+    int32_t num_heads, kv_heads, head_dim, num_tasks;
+    int64_t num_pages;
+    const Item *items;
+    const Entry *entries;
+    const Task *tasks;
+    int64_t num_merged;
+    const int32_t *merged;         /* tokens with partial results */
+    const int32_t *merge_offsets;  /* [num_merged + 1] */
+    const int32_t *merge_rows;     /* their rows, in the order of addition */
+    float *sums, *maxima, *totals; /* partial results: [rows, heads, dim], [rows, heads], [rows, heads] */
+    float *scratch;
+    int64_t scratch_size; /* floats per thread */
+} Plan;
+
+/* 2^x for x <= 0, relative error 3e-6, exactly 1 at 0 and exactly 0 below -1000; NaN stays NaN. */
+INLINE __m512 exp2_nonpositive(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x); /* the second operand is returned when one is NaN */
+    __m512 f = _mm512_sub_ps(x, _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    __m512 p = _mm512_set1_ps(0.013426684774458408f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.052242472767829895f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.241280198097229f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6930448412895203f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, x); /* scales by 2^floor(x) */
+}
+
+INLINE __m512 zero_if_minus_infinity(__m512 x) {
+    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ), _mm512_setzero_ps());
+}
+
+INLINE __m512 one_if_zero(__m512 x) {
+    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
+}
+
+INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+INLINE __m512i broadcast_pair(const void *pair) {
+    int32_t bits;
+    memcpy(&bits, pair, sizeof bits);
+    return _mm512_set1_epi32(bits);
+}
+
+/* scores[row][16 * page + lane] of R rows and C pages. */
+INLINE void score_tile(const int R, const int C, const bf16 *const *queries, const bf16 *const *keys, int dim, float *scores) {
+    __m512 sum[TILE_ROWS][TILE_VECTORS];
+    UNROLL
+    for (int r = 0; r < R; r++)
+    UNROLL
+        for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
+    for (int d = 0; d < dim; d += 2) {
+        __m512i key[TILE_VECTORS];
+    UNROLL
+        for (int c = 0; c < C; c++) key[c] = _mm512_loadu_si512(keys[c] + (int64_t)d * PAGE);
+    UNROLL
+        for (int r = 0; r < R; r++) {
+            __m512i query = broadcast_pair(queries[r] + d);
+    UNROLL
+            for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], key[c], query);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < R; r++)
+    UNROLL
+        for (int c = 0; c < C; c++) _mm512_storeu_ps(scores + r * BLOCK_KEYS + c * PAGE, sum[r][c]);
+}
+
+/* out[row][16 * c ...] = scale[row] * out + sum over pairs of weights times values, of R rows and C registers of dims. */
+INLINE void value_tile(const int R, const int C, const uint32_t *weights, const bf16 *const *values, int num_pairs, int dim,
+                       const float *scale, float *out) {
+    __m512 sum[TILE_ROWS][TILE_VECTORS];
+    UNROLL
+    for (int r = 0; r < R; r++)
+    UNROLL
+        for (int c = 0; c < C; c++)
+            sum[r][c] = _mm512_mul_ps(_mm512_set1_ps(scale[r]), _mm512_loadu_ps(out + r * dim + c * 16));
+    for (int j = 0; j < num_pairs; j++) {
+        __m512i value[TILE_VECTORS];
+    UNROLL
+        for (int c = 0; c < C; c++) value[c] = _mm512_loadu_si512(values[j] + c * 32);
+    UNROLL
+        for (int r = 0; r < R; r++) {
+            __m512i weight = broadcast_pair(weights + r * BLOCK_PAIRS + j);
+    UNROLL
+            for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], value[c], weight);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < R; r++)
+    UNROLL
+        for (int c = 0; c < C; c++) _mm512_storeu_ps(out + r * dim + c * 16, sum[r][c]);
+}
+
+typedef void ScoreTile(const bf16 *const *, const bf16 *const *, int, float *);
+typedef void ValueTile(const uint32_t *, const bf16 *const *, int, int, int, const float *, float *);
+
+#define TILE(R, C)                                                                                               \
+    static void score_tile_##R##_##C(const bf16 *const *queries, const bf16 *const *keys, int dim, float *out) { \
+        score_tile(R, C, queries, keys, dim, out);                                                               \
+    }                                                                                                            \
+    static void value_tile_##R##_##C(const uint32_t *weights, const bf16 *const *rows, int num_pairs, int first, \
+                                     int dim, const float *scale, float *out) {                                  \
+        const bf16 *values[BLOCK_PAIRS];                                                                         \
+        for (int j = 0; j < num_pairs; j++) values[j] = rows[j] + 2 * first;                                     \
+        value_tile(R, C, weights, values, num_pairs, dim, scale, out + first);                                   \
+    }
+#define TILES(R) TILE(R, 1) TILE(R, 2) TILE(R, 3) TILE(R, 4)
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
+#define NAMES(KIND, R) {KIND##_tile_##R##_1, KIND##_tile_##R##_2, KIND##_tile_##R##_3, KIND##_tile_##R##_4}
+#define TABLE(KIND) {NAMES(KIND, 1), NAMES(KIND, 2), NAMES(KIND, 3), NAMES(KIND, 4), NAMES(KIND, 5), NAMES(KIND, 6)}
+static ScoreTile *const SCORE_TILES[TILE_ROWS][TILE_VECTORS] = TABLE(score);
+static ValueTile *const VALUE_TILES[TILE_ROWS][TILE_VECTORS] = TABLE(value);
+
+static const bf16 ZERO_VALUES[2 * MAX_DIM] __attribute__((aligned(64)));
+
+/* A block of pages, ready to be multiplied. */
+typedef struct {
+    int num_pages, masked; /* masked: some lane holds none of the item's keys */
+    int position[BLOCK_PAGES], low[BLOCK_PAGES], high[BLOCK_PAGES];
+    const bf16 *keys[BLOCK_PAGES];
+    const bf16 *values[BLOCK_PAIRS];
+    bf16 edges[2 * BLOCK_PAGES][2 * MAX_DIM]; /* copies of pairs of which one key is not the item's, that one zeroed */
+} Block;
+
+static void load_block(Block *block, const bf16 *head, const Entry *entries, int num_pages, int num_keys, int dim) {
+    block->num_pages = num_pages;
+    block->masked = 0;
+    for (int i = 0; i < num_pages; i++) {
+        const bf16 *page = head + (int64_t)entries[i].page * 2 * PAGE * dim;
+        int low = entries[i].low, high = entries[i].high, end = low + num_keys - entries[i].position;
+        if (high > end) high = end;
+        block->position[i] = entries[i].position;
+        block->low[i] = low;
+        block->high[i] = high;
+        block->keys[i] = page;
+        const bf16 **values = block->values + i * PAIRS;
+        for (int j = 0; j < PAIRS; j++) values[j] = page + (PAGE + 2 * j) * (int64_t)dim;
+        if (low == 0 && high == PAGE) continue;
+        block->masked = 1;
+        for (int j = 0; j < PAIRS; j++) {
+            int first = low <= 2 * j && 2 * j < high, second = low <= 2 * j + 1 && 2 * j + 1 < high;
+            if (first && second) continue;
+            if (!first && !second) {
+                values[j] = ZERO_VALUES;
+                continue;
+            }
+            bf16 *copy = block->edges[2 * i + (second ? 0 : 1)];
+            for (int d = 0; d < dim; d++) {
+                copy[2 * d] = first ? values[j][2 * d] : 0;
+                copy[2 * d + 1] = second ? values[j][2 * d + 1] : 0;
+            }
+            values[j] = copy;
+        }
+    }
+}
+
+static void prefetch_block(const bf16 *head, const Entry *entries, int num_pages, int num_keys, int dim) {
+    for (int i = 0; i < num_pages && entries[i].position < num_keys; i++) {
+        const char *page = (const char *)(head + (int64_t)entries[i].page * 2 * PAGE * dim);
+        for (int64_t at = 0; at < 4 * PAGE * (int64_t)dim; at += 64) _mm_prefetch(page + at, _MM_HINT_T1);
+    }
+}
+
+/* Rows of a tile and their running state. */
+typedef struct {
+    int rows;
+    const bf16 *queries[TILE_ROWS];
+    int limits[TILE_ROWS]; /* keys that each row sees */
+    float *sums;           /* [rows, dim] */
+    float *maximum, *total;
+} Tile;
+
+static void mask_scores(const Tile *tile, const Block *block, int num_pages, float *scores) {
+    for (int r = 0; r < tile->rows; r++)
+        for (int i = 0; i < num_pages; i++) {
+            int low = block->low[i], end = low + tile->limits[r] - block->position[i];
+            int high = end < block->high[i] ? end : block->high[i];
+            __mmask16 seen = high > low ? (__mmask16)((1u << high) - (1u << low)) : 0;
+            float *at = scores + r * BLOCK_KEYS + i * PAGE;
+            _mm512_storeu_ps(at, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_loadu_ps(at)));
+        }
+}
+
+static void attend_tile(const Tile *tile, const Block *block, int dim, float scale) {
+    int num_pages = block->num_pages, rows = tile->rows;
+    while (num_pages > 0 && block->position[num_pages - 1] >= tile->limits[rows - 1]) num_pages--;
+    if (num_pages == 0) return;
+    float scores[TILE_ROWS * BLOCK_KEYS] __attribute__((aligned(64)));
+    for (int i = 0; i < num_pages; i += TILE_VECTORS) {
+        int count = num_pages - i < TILE_VECTORS ? num_pages - i : TILE_VECTORS;
+        SCORE_TILES[rows - 1][count - 1](tile->queries, block->keys + i, dim, scores + i * PAGE);
+    }
+    int last = num_pages - 1, end = block->position[last] + block->high[last] - block->low[last];
+    if (block->masked || tile->limits[0] < end) mask_scores(tile, block, num_pages, scores);
+
+    float top[16] __attribute__((aligned(64))) = {0}, shrink[16] __attribute__((aligned(64)));
+    for (int r = 0; r < rows; r++) {
+        const float *row = scores + r * BLOCK_KEYS;
+        __m512 most = _mm512_load_ps(row);
+        for (int i = 1; i < num_pages; i++) most = _mm512_max_ps(most, _mm512_load_ps(row + i * PAGE));
+        top[r] = _mm512_reduce_max_ps(most);
+    }
+    __mmask16 lanes = (__mmask16)((1u << rows) - 1);
+    __m512 before = _mm512_maskz_loadu_ps(lanes, tile->maximum);
+    __m512 now = _mm512_max_ps(before, _mm512_mul_ps(_mm512_load_ps(top), _mm512_set1_ps(scale)));
+    __m512 base = zero_if_minus_infinity(now); /* -inf - -inf would be NaN */
+    __m512 factor = exp2_nonpositive(_mm512_sub_ps(before, base));
+    _mm512_mask_storeu_ps(tile->maximum, lanes, now);
+    _mm512_store_ps(top, base);
+    _mm512_store_ps(shrink, factor);
+
+    /* The total is of the weights as rounded for the second product, so that the result is a true mean of values. */
+    uint32_t weights[TILE_ROWS * BLOCK_PAIRS] __attribute__((aligned(64)));
+    const __m512i ones = _mm512_set1_epi32(0x3f803f80);
+    for (int r = 0; r < rows; r++) {
+        __m512 subtract = _mm512_set1_ps(top[r]), total = _mm512_setzero_ps(), c = _mm512_set1_ps(scale);
+        float *row = scores + r * BLOCK_KEYS;
+        if (num_pages & 1) _mm512_store_ps(row + num_pages * PAGE, _mm512_set1_ps(-INFINITY));
+        for (int i = 0; i < num_pages; i += 2) {
+            __m512 a = exp2_nonpositive(_mm512_fmsub_ps(_mm512_load_ps(row + i * PAGE), c, subtract));
+            __m512 b = exp2_nonpositive(_mm512_fmsub_ps(_mm512_load_ps(row + (i + 1) * PAGE), c, subtract));
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+            total = dot(total, both, ones);
+            _mm512_store_si512(weights + r * BLOCK_PAIRS + i * PAIRS, both);
+        }
+        tile->total[r] = tile->total[r] * shrink[r] + _mm512_reduce_add_ps(total);
+    }
+    for (int vectors = dim / 16, d = 0; vectors > 0;) {
+        int groups = (vectors + TILE_VECTORS - 1) / TILE_VECTORS, count = (vectors + groups - 1) / groups;
+        VALUE_TILES[rows - 1][count - 1](weights, block->values, num_pages * PAIRS, d, dim, shrink, tile->sums);
+        vectors -= count;
+        d += 16 * count;
+    }
+}
+
+INLINE void store_bf16(bf16 *out, __m512 value) {
+    _mm256_storeu_si256((__m256i *)out, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+static const bf16 *head_of(const Plan *plan, const bf16 *pool, int kv_head) {
+    return pool + kv_head * plan->num_pages * 2 * PAGE * plan->head_dim;
+}
+
+static void prefetch_task(const Plan *plan, const Task *task, const bf16 *pool) {
+    int pages = task->num_entries < BLOCK_PAGES ? task->num_entries : BLOCK_PAGES;
+    prefetch_block(head_of(plan, pool, task->kv_head), plan->entries + task->entry, pages, plan->items[task->item].num_keys,
+                   plan->head_dim);
+}
+
+static void run_task(const Plan *plan, const Task *task, const bf16 *pool, const bf16 *q, bf16 *out, float *scratch) {
+    const Item item = plan->items[task->item];
+    const Entry *entries = plan->entries + task->entry;
+    const bf16 *head = head_of(plan, pool, task->kv_head);
+    int dim = plan->head_dim, heads = plan->num_heads, group = heads / plan->kv_heads, rows = task->count * group;
+    float scale = 1.44269504088896340736f / sqrtf((float)dim);
+    float *maximum = scratch, *total = maximum + rows, *sums = total + rows;
+    for (int r = 0; r < rows; r++) maximum[r] = -INFINITY;
+    memset(total, 0, sizeof(float) * (rows + (int64_t)rows * dim));
+    q += ((int64_t)(item.start + task->first) * heads + task->kv_head * group) * dim;
+    /* The first query sees `limit` keys, each later one one more; without causality all see all. */
+    int limit = item.causal ? item.num_keys - item.count + task->first + 1 : item.num_keys;
+    int most = item.causal ? limit + task->count - 1 : limit;
+    int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    Block block;
+    for (int e = 0; e < task->num_entries && entries[e].position < most; e += BLOCK_PAGES) {
+        int rest = task->num_entries - e, pages = rest < BLOCK_PAGES ? rest : BLOCK_PAGES;
+        while (entries[e + pages - 1].position >= most) pages--;
+        load_block(&block, head, entries + e, pages, item.num_keys, dim);
+        if (rest > BLOCK_PAGES)
+            prefetch_block(head, entries + e + BLOCK_PAGES, rest < 2 * BLOCK_PAGES ? rest - BLOCK_PAGES : BLOCK_PAGES, most, dim);
+        for (int i = 0; i < tiles; i++) {
+            int low = (int)((int64_t)rows * i / tiles), high = (int)((int64_t)rows * (i + 1) / tiles);
+            Tile tile = {.rows = high - low, .sums = sums + (int64_t)low * dim, .maximum = maximum + low, .total = total + low};
+            for (int r = low, token = low / group, h = low % group; r < high; r++) {
+                tile.queries[r - low] = q + ((int64_t)token * heads + h) * dim;
+                tile.limits[r - low] = item.causal ? limit + token : limit;
+                if (++h == group) h = 0, token++;
+            }
+            attend_tile(&tile, &block, dim, scale);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        int token = r / group, h = task->kv_head * group + r % group;
+        const float *sum = sums + (int64_t)r * dim;
+        if (task->partial < 0) {
+            bf16 *to = out + ((int64_t)(item.start + task->first + token) * heads + h) * dim;
+            __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), one_if_zero(_mm512_set1_ps(total[r])));
+            for (int d = 0; d < dim; d += 16) store_bf16(to + d, _mm512_mul_ps(_mm512_loadu_ps(sum + d), inverse));
+        } else {
+            int64_t at = (int64_t)(task->partial + token) * heads + h;
+            memcpy(plan->sums + at * dim, sum, sizeof(float) * dim);
+            plan->maxima[at] = maximum[r];
+            plan->totals[at] = total[r];
+        }
+    }
+}
+
+/* Add up a token's partial results: out = sum 2^(m_i - m) s_i / sum 2^(m_i - m) t_i; 0 where all are absent. */
+static void merge_token(const Plan *plan, int64_t index, bf16 *out) {
+    const int32_t *rows = plan->merge_rows + plan->merge_offsets[index];
+    int count = plan->merge_offsets[index + 1] - plan->merge_offsets[index], heads = plan->num_heads, dim = plan->head_dim;
+    out += (int64_t)plan->merged[index] * heads * dim;
+    for (int first = 0; first < heads; first += 16) {
+        int size = heads - first < 16 ? heads - first : 16;
+        __mmask16 lanes = (__mmask16)((1u << size) - 1);
+        __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+        for (int i = 0; i < count; i++)
+            top = _mm512_max_ps(top, _mm512_maskz_loadu_ps(lanes, plan->maxima + (int64_t)rows[i] * heads + first));
+        top = zero_if_minus_infinity(top);
+        for (int i = 0; i < count; i++) { /* the weights take the maxima's place */
+            int64_t at = (int64_t)rows[i] * heads + first;
+            __m512 weight = exp2_nonpositive(_mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, plan->maxima + at), top));
+            total = _mm512_fmadd_ps(weight, _mm512_maskz_loadu_ps(lanes, plan->totals + at), total);
+            _mm512_mask_storeu_ps(plan->maxima + at, lanes, weight);
+        }
+        float inverse[16] __attribute__((aligned(64)));
+        _mm512_store_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1.0f), one_if_zero(total)));
+        for (int h = first; h < first + size; h++)
+            for (int d = 0; d < dim; d += 16) {
+                __m512 sum = _mm512_setzero_ps();
+                for (int i = 0; i < count; i++) {
+                    int64_t at = (int64_t)rows[i] * heads + h;
+                    sum = _mm512_fmadd_ps(_mm512_set1_ps(plan->maxima[at]), _mm512_loadu_ps(plan->sums + at * dim + d), sum);
+                }
+                store_bf16(out + h * dim + d, _mm512_mul_ps(sum, _mm512_set1_ps(inverse[h - first])));
+            }
+    }
+}
+
+/* pool: the layer's; q, out: [tokens, heads, head_dim]. Every token of the step is written. */
+void batchrun_attend(const Plan *plan, const bf16 *pool, const bf16 *q, bf16 *out, int32_t threads) {
+    atomic_int taken = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        float *scratch = plan->scratch + omp_get_thread_num() * plan->scratch_size;
+        int next = atomic_fetch_add(&taken, 1);
+        while (next < plan->num_tasks) { /* which thread takes a task changes no result */
+            const Task *task = plan->tasks + next;
+            next = atomic_fetch_add(&taken, 1);
+            if (next < plan->num_tasks) prefetch_task(plan, plan->tasks + next, pool);
+            run_task(plan, task, pool, q, out, scratch);
+        }
+        if (plan->num_merged) {
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < plan->num_merged; i++) merge_token(plan, i, out);
+        }
+    }
+}
+
+/* Position of the first slot outside the pool, or -1. */
+static int64_t find_bad_slot(const int64_t *slots, int64_t tokens, int64_t num_pages) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots[t] < 0 || slots[t] >= num_pages * PAGE) return t;
+    return -1;
+}
+
+/* Slots of one layer from k, v [tokens, kv_heads, head_dim], whose last dimension is dense. Returns -1, or the position of a slot outside
+ * the pool, with nothing written. */
+int64_t batchrun_write_kv(bf16 *pool, int64_t num_pages, int32_t kv_heads, int32_t dim, const bf16 *k, int64_t k_token,
+                       int64_t k_head, const bf16 *v, int64_t v_token, int64_t v_head, const int64_t *slots, int64_t tokens,
+                       int32_t threads) {
+    int64_t bad = find_bad_slot(slots, tokens, num_pages);
+    if (bad >= 0) return bad;
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens >= 16)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int h = 0; h < kv_heads; h++) {
+            int64_t page = slots[t] / PAGE, lane = slots[t] % PAGE;
+            bf16 *keys = pool + (h * num_pages + page) * 2 * PAGE * dim, *values = keys + (PAGE + (lane & ~1)) * (int64_t)dim;
+            const bf16 *key = k + t * k_token + h * k_head, *value = v + t * v_token + h * v_head;
+            for (int d = 0; d < dim; d += 2) memcpy(keys + d * PAGE + 2 * lane, key + d, 2 * sizeof(bf16));
+            /* Another thread may write the other key of the pair: a masked store leaves its bytes alone. */
+            __mmask32 mine = lane & 1 ? 0xaaaaaaaa : 0x55555555;
+            for (int d = 0; d < dim; d += 16) {
+                __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value + d)));
+                _mm512_mask_storeu_epi16(values + 2 * d, mine, lane & 1 ? _mm512_slli_epi32(wide, 16) : wide);
+            }
+        }
+    return -1;
+}
+
+/* Between the pool of all layers and staging [regions, tokens, 2, head_dim], a region being a kv head of a layer. Returns as
+ * batchrun_write_kv. */
+int64_t batchrun_move_kv(bf16 *pool, int64_t num_pages, int64_t regions, int32_t dim, const int64_t *slots, int64_t tokens,
+                      bf16 *staging, int32_t into_pool) {
+    int64_t bad = find_bad_slot(slots, tokens, num_pages);
+    if (bad >= 0) return bad;
+    for (int64_t region = 0; region < regions; region++)
+        for (int64_t t = 0; t < tokens; t++, staging += 2 * dim) {
+            int64_t page = slots[t] / PAGE, lane = slots[t] % PAGE;
+            bf16 *keys = pool + (region * num_pages + page) * 2 * PAGE * dim + 2 * lane;
+            bf16 *values = keys - 2 * lane + (PAGE + (lane & ~1)) * (int64_t)dim + (lane & 1);
+            for (int d = 0; d < dim; d++) {
+                bf16 *key = keys + (d & ~1) * PAGE + (d & 1), *value = values + 2 * d;
+                if (into_pool)
+                    *key = staging[d], *value = staging[dim + d];
+                else
+                    staging[d] = *key, staging[dim + d] = *value;
+            }
+        }
+    return -1;
+}

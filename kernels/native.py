@@ -1,0 +1,153 @@
+"""The compiled CPU kernel: whether this machine can have it, its build at first use, and its functions.
+
+The source is built by the system's C compiler in about two seconds and kept in `batchrun/kernels` of the user's cache folder,
+keyed by source, flags, compiler and CPU. OpenMP's functions are left undefined in the library and found in the runtime that
+torch has loaded: a second runtime's threads would compete with torch's.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from batchrun.kernels.spec import KVConfig
+
+SOURCE = Path(__file__).parent / "csrc" / "attention.c"
+CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma")
+FLAGS = (
+    "-std=c11",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-mfma",
+    "-mprefer-vector-width=512",
+)
+MAX_HEAD_DIM = 256
+BUILD_SECONDS = 120
+
+
+class NotAvailable(Exception):
+    """Why this machine does without the compiled kernel, in one line."""
+
+
+@dataclass(frozen=True)
+class Native:
+    """The loaded library."""
+
+    library: ctypes.CDLL
+    path: Path
+
+
+@functools.cache
+def load() -> Native | NotAvailable:
+    """The library, built if needed; or the reason why there is none."""
+    try:
+        cpu = _cpu_model()
+        return _open(_built(_compiler(), cpu))
+    except NotAvailable as reason:
+        return reason
+    except (OSError, subprocess.SubprocessError) as error:
+        return NotAvailable(f"the build failed: {' '.join(str(error).split())}")
+
+
+def suits(config: KVConfig) -> bool:
+    """Whether the kernel computes this dtype and head size."""
+    return config.dtype == torch.bfloat16 and config.head_dim % 16 == 0 and config.head_dim <= MAX_HEAD_DIM
+
+
+def _cpu_model() -> str:
+    """The CPU's name and features, if it has what the kernel needs."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise NotAvailable(f"the CPU is {platform.machine()}: only x86-64 with AVX-512 and its bfloat16 instructions is supported")
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise NotAvailable("the CPU's features are unknown: /proc/cpuinfo cannot be read") from error
+    fields = dict(line.split(":", 1) for line in text.split("\n\n", 1)[0].splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    missing = [flag for flag in CPU_FLAGS if flag not in fields.get("flags", "").split()]
+    if missing:
+        raise NotAvailable(f"the CPU lacks {', '.join(missing)}")
+    return "{vendor_id} {cpu family} {model} {model name}".format_map({**dict.fromkeys(_CPU_FIELDS, "?"), **fields})
+
+
+_CPU_FIELDS = ("vendor_id", "cpu family", "model", "model name")
+
+
+def _compiler() -> str:
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if found is None:
+        raise NotAvailable("no C compiler found: install gcc or clang")
+    return found
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise NotAvailable(f"{command[0]} failed: {lines[0].strip() if lines else f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def _cache_folder() -> Path:
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(configured) if os.path.isabs(configured) else Path("~/.cache").expanduser()
+    return base / "batchrun" / "kernels"
+
+
+def _built(compiler: str, cpu: str) -> Path:
+    """The library's file. Two processes that build at once each rename a complete file into place."""
+    source = SOURCE.read_bytes()
+    version = _run([compiler, "--version"])
+    key = hashlib.sha256(b"\0".join([source, *(part.encode() for part in (*FLAGS, version, cpu))])).hexdigest()[:20]
+    target = _cache_folder() / f"attention-{key}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+        built_object, library = Path(folder) / "attention.o", Path(folder) / "attention.so"
+        _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(built_object)])
+        _run([compiler, "-shared", str(built_object), "-o", str(library), "-lm"])  # no -fopenmp: torch's runtime, not another
+        os.replace(library, target)
+    return target
+
+
+def _openmp_runtime() -> str:
+    """The file of the OpenMP runtime that torch brought into the process."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            path = line.rstrip("\n").split(maxsplit=5)[-1]
+            if os.path.basename(path).startswith(("libgomp", "libiomp5", "libomp")):
+                return path
+    raise NotAvailable("torch has loaded no OpenMP runtime to share")
+
+
+def _open(path: Path) -> Native:
+    ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(path))
+    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    library.batchrun_attend.argtypes = [pointer, pointer, pointer, pointer, int32]
+    library.batchrun_write_kv.argtypes = [
+        *(pointer, int64, int32, int32),
+        *(pointer, int64, int64),
+        *(pointer, int64, int64),
+        *(pointer, int64, int32),
+    ]
+    library.batchrun_move_kv.argtypes = [pointer, int64, int64, int32, pointer, int64, pointer, int32]
+    library.batchrun_attend.restype = None
+    library.batchrun_write_kv.restype = library.batchrun_move_kv.restype = int64
+    return Native(library, path)
