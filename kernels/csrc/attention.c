@@ -209,10 +209,17 @@ static void load_block(Block *block, const bf16 *head, const Entry *entries, int
     }
 }
 
-static void prefetch_block(const bf16 *head, const Entry *entries, int num_pages, int num_keys, int dim) {
-    for (int i = 0; i < num_pages && entries[i].position < num_keys; i++) {
-        const char *page = (const char *)(head + (int64_t)entries[i].page * 2 * PAGE * dim);
-        for (int64_t at = 0; at < 4 * PAGE * (int64_t)dim; at += 64) _mm_prefetch(page + at, _MM_HINT_T1);
+/* Pages that will be read next. */
+typedef struct {
+    const bf16 *head;
+    const Entry *entries;
+    int num_pages, num_keys;
+} Ahead;
+
+static void prefetch_pages(const Ahead *ahead, int low, int high, int dim) {
+    for (int i = low; i < high && ahead->entries[i].position < ahead->num_keys; i++) {
+        const char *page = (const char *)(ahead->head + (int64_t)ahead->entries[i].page * 2 * PAGE * dim);
+        for (int64_t at = 0; at < 4 * PAGE * (int64_t)dim; at += 64) _mm_prefetch(page + at, _MM_HINT_T0);
     }
 }
 
@@ -296,13 +303,13 @@ static const bf16 *head_of(const Plan *plan, const bf16 *pool, int kv_head) {
     return pool + kv_head * plan->num_pages * 2 * PAGE * plan->head_dim;
 }
 
-static void prefetch_task(const Plan *plan, const Task *task, const bf16 *pool) {
-    int pages = task->num_entries < BLOCK_PAGES ? task->num_entries : BLOCK_PAGES;
-    prefetch_block(head_of(plan, pool, task->kv_head), plan->entries + task->entry, pages, plan->items[task->item].num_keys,
-                   plan->head_dim);
+static Ahead first_block(const Plan *plan, const Task *task, const bf16 *pool) {
+    return (Ahead){head_of(plan, pool, task->kv_head), plan->entries + task->entry,
+                   task->num_entries < BLOCK_PAGES ? task->num_entries : BLOCK_PAGES, plan->items[task->item].num_keys};
 }
 
-static void run_task(const Plan *plan, const Task *task, const bf16 *pool, const bf16 *q, bf16 *out, float *scratch) {
+static void run_task(const Plan *plan, const Task *task, const Ahead *following, const bf16 *pool, const bf16 *q, bf16 *out,
+                     float *scratch) {
     const Item item = plan->items[task->item];
     const Entry *entries = plan->entries + task->entry;
     const bf16 *head = head_of(plan, pool, task->kv_head);
@@ -321,9 +328,11 @@ static void run_task(const Plan *plan, const Task *task, const bf16 *pool, const
         int rest = task->num_entries - e, pages = rest < BLOCK_PAGES ? rest : BLOCK_PAGES;
         while (entries[e + pages - 1].position >= most) pages--;
         load_block(&block, head, entries + e, pages, item.num_keys, dim);
-        if (rest > BLOCK_PAGES)
-            prefetch_block(head, entries + e + BLOCK_PAGES, rest < 2 * BLOCK_PAGES ? rest - BLOCK_PAGES : BLOCK_PAGES, most, dim);
+        Ahead ahead = *following;
+        if (rest > BLOCK_PAGES && entries[e + BLOCK_PAGES].position < most)
+            ahead = (Ahead){head, entries + e + BLOCK_PAGES, rest < 2 * BLOCK_PAGES ? rest - BLOCK_PAGES : BLOCK_PAGES, most};
         for (int i = 0; i < tiles; i++) {
+            prefetch_pages(&ahead, ahead.num_pages * i / tiles, ahead.num_pages * (i + 1) / tiles, dim);
             int low = (int)((int64_t)rows * i / tiles), high = (int)((int64_t)rows * (i + 1) / tiles);
             Tile tile = {.rows = high - low, .sums = sums + (int64_t)low * dim, .maximum = maximum + low, .total = total + low};
             for (int r = low, token = low / group, h = low % group; r < high; r++) {
@@ -392,8 +401,9 @@ void batchrun_attend(const Plan *plan, const bf16 *pool, const bf16 *q, bf16 *ou
         while (next < plan->num_tasks) { /* which thread takes a task changes no result */
             const Task *task = plan->tasks + next;
             next = atomic_fetch_add(&taken, 1);
-            if (next < plan->num_tasks) prefetch_task(plan, plan->tasks + next, pool);
-            run_task(plan, task, pool, q, out, scratch);
+            Ahead following = {0};
+            if (next < plan->num_tasks) following = first_block(plan, plan->tasks + next, pool);
+            run_task(plan, task, &following, pool, q, out, scratch);
         }
         if (plan->num_merged) {
 #pragma omp barrier
