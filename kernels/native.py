@@ -72,7 +72,9 @@ def suits(config: KVConfig) -> bool:
 def _cpu_model() -> str:
     """The CPU's name and features, if it has what the kernel needs."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        raise NotAvailable(f"the CPU is {platform.machine()}: only x86-64 with AVX-512 and its bfloat16 instructions is supported")
+        raise NotAvailable(
+            f"the CPU is {platform.machine()}: only x86-64 with AVX-512 and its bfloat16 instructions is supported"
+        )
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -199,7 +199,5 @@ def attend(kv: NativeKVCache, layer: int, q: torch.Tensor, plan: NativePlan) -> 
     arguments.maxima = kv.scratch("maxima", rows)
     arguments.totals = kv.scratch("totals", rows)
     arguments.scratch = kv.scratch("threads", threads * arguments.scratch_size)
-    kv.native.library.batchrun_attend(
-        ctypes.byref(arguments), kv.layers[layer], q.data_ptr(), out.data_ptr(), threads
-    )
+    kv.native.library.batchrun_attend(ctypes.byref(arguments), kv.layers[layer], q.data_ptr(), out.data_ptr(), threads)
     return out

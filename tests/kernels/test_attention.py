@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,10 +16,38 @@ from batchrun.kernels.ops import AttentionItem, KVConfig
 
 HEADS = ((9, 3), (4, 1), (6, 1), (8, 8), (14, 2), (24, 1), (32, 8))
 HEAD_DIMS = (64, 80, 96, 128, 256)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POISONS = (float("nan"), float("inf"), 3e38)
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (8e-3, 1.6e-2), torch.float16: (1e-3, 2e-3)}
 PAGE = ops.page_size("cpu")
+
+
+class Way(NamedTuple):
+    """A dtype and the implementation that computes it."""
+
+    dtype: torch.dtype
+    choice: str
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}-{self.choice}"
+
+
+WAYS = [Way(dtype, "torch") for dtype in TOLERANCE] + [Way(torch.bfloat16, "native")]
+
+
+def choose(way: Way, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    if way.choice == "native" and not ops.native_status().startswith("compiled"):
+        pytest.skip(ops.native_status())
+    monkeypatch.setattr(ops, "_choice", way.choice)
+    return way.dtype
+
+
+@pytest.fixture
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """The dtype of the test's way, whose implementation `ops` is made to take."""
+    return choose(request.param, monkeypatch)
+
+
+in_each_way = pytest.mark.parametrize("dtype", WAYS, ids=str, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +165,7 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     torch.testing.assert_close(out.float(), expected, atol=atol, rtol=rtol)
 
 
-FULL_GRID = list(itertools.product(HEADS, HEAD_DIMS, DTYPES, POISONS, STEPS))
+FULL_GRID = list(itertools.product(HEADS, HEAD_DIMS, WAYS, POISONS, STEPS))
 
 
 def pairwise(grid: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
@@ -162,20 +191,20 @@ def check_grid_case(heads: tuple[int, int], dim: int, dtype: torch.dtype, poison
     assert_close(out, case.reference(), dtype)
 
 
-@pytest.mark.parametrize(("heads", "dim", "dtype", "poison", "step"), pairwise(FULL_GRID))
+@pytest.mark.parametrize(("heads", "dim", "dtype", "poison", "step"), pairwise(FULL_GRID), indirect=["dtype"], ids=str)
 def test_matches_reference(heads: tuple[int, int], dim: int, dtype: torch.dtype, poison: float, step: str) -> None:
     check_grid_case(heads, dim, dtype, poison, step)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "dim", "dtype", "poison", "step"), FULL_GRID)
+@pytest.mark.parametrize(("heads", "dim", "dtype", "poison", "step"), FULL_GRID, indirect=["dtype"], ids=str)
 def test_matches_reference_on_the_full_grid(
     heads: tuple[int, int], dim: int, dtype: torch.dtype, poison: float, step: str
 ) -> None:
     check_grid_case(heads, dim, dtype, poison, step)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_each_way
 def test_matches_reference_on_keys_too_long_to_gather(dtype: torch.dtype) -> None:
     step = Step()
     step.own(1, 2049)
@@ -188,7 +217,7 @@ def test_matches_reference_on_keys_too_long_to_gather(dtype: torch.dtype) -> Non
     assert_close(case.attend(), case.reference(), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [way for way in WAYS if way.dtype != torch.float32], ids=str, indirect=True)
 def test_scores_far_from_zero_stay_exact(dtype: torch.dtype) -> None:
     """Keys with a large common part, as trained models have: every score is near 60 and only their differences count."""
     case = make_case(prefill_step(), (9, 3), 64, dtype)
@@ -200,7 +229,7 @@ def test_scores_far_from_zero_stay_exact(dtype: torch.dtype) -> None:
     assert_close(case.attend(), case.reference(), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_each_way
 @pytest.mark.parametrize("step", STEPS)
 def test_nan_query_spoils_its_own_row_only(dtype: torch.dtype, step: str) -> None:
     case = make_case(STEPS[step](), (9, 3), 64, dtype)
@@ -214,7 +243,7 @@ def test_nan_query_spoils_its_own_row_only(dtype: torch.dtype, step: str) -> Non
     assert_close(case.attend(), expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_each_way
 def test_item_without_keys_merges_as_absent(dtype: torch.dtype) -> None:
     step = Step()
     step.own(1, 17)
@@ -234,7 +263,7 @@ def test_item_without_keys_merges_as_absent(dtype: torch.dtype) -> None:
     assert bool((merged[1:] == 0).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_each_way
 def test_advanced_plan_equals_a_new_one(dtype: torch.dtype) -> None:
     """Over lengths at which an item appears, pads differently, or is gathered no longer."""
     step = Step()
@@ -275,9 +304,10 @@ def test_plan_serves_every_layer_and_results_do_not_alias() -> None:
         assert_close(other, expected, torch.float32)
 
 
-def test_strided_query_is_accepted() -> None:
-    case = make_case(prefill_step(), (9, 3), 64, torch.bfloat16)
-    wide = torch.zeros(len(case.q), 15, 64, dtype=torch.bfloat16)
+@in_each_way
+def test_strided_query_is_accepted(dtype: torch.dtype) -> None:
+    case = make_case(prefill_step(), (9, 3), 64, dtype)
+    wide = torch.zeros(len(case.q), 15, 64, dtype=dtype)
     wide[:, :9] = case.q
     expected = case.attend()
     case.q = wide[:, :9]
@@ -316,8 +346,10 @@ out = ops.linear(out.flatten(1), ops.pack_linear(torch.randn(960, 576).bfloat16(
 """
 
 
-def test_same_inputs_give_the_same_bits_in_any_process() -> None:
-    script = FINGERPRINT + "\nprint(out.view(torch.int16).numpy().tobytes().hex())"
+@pytest.mark.parametrize("dtype", [way for way in WAYS if way.dtype == torch.bfloat16], ids=str, indirect=True)
+def test_same_inputs_give_the_same_bits_in_any_process(dtype: torch.dtype) -> None:
+    choice = f"from batchrun.kernels import ops\nops._choice = {ops._choice!r}\n"
+    script = choice + FINGERPRINT + "\nprint(out.view(torch.int16).numpy().tobytes().hex())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     names: dict[str, torch.Tensor] = {}
     for _ in range(2):
