@@ -20,7 +20,7 @@ import torch
 
 from batchrun.kernels.spec import KVConfig
 
-SOURCE = Path(__file__).parent / "csrc" / "attention.c"
+SOURCES = Path(__file__).parent / "csrc"
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma")
 FLAGS = (
     "-std=c11",
@@ -113,17 +113,19 @@ def _cache_folder() -> Path:
 
 def _built(compiler: str, cpu: str) -> Path:
     """The library's file. Two processes that build at once each rename a complete file into place."""
-    source = SOURCE.read_bytes()
+    sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
     version = _run([compiler, "--version"])
-    key = hashlib.sha256(b"\0".join([source, *(part.encode() for part in (*FLAGS, version, cpu))])).hexdigest()[:20]
+    key = hashlib.sha256(b"\0".join([*sources, *(part.encode() for part in (*FLAGS, version, cpu))])).hexdigest()[:20]
     target = _cache_folder() / f"attention-{key}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        built_object, library = Path(folder) / "attention.o", Path(folder) / "attention.so"
-        _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(built_object)])
-        _run([compiler, "-shared", str(built_object), "-o", str(library), "-lm"])  # no -fopenmp: torch's runtime, not another
+        library, objects = Path(folder) / "attention.so", []
+        for source in sorted(SOURCES.glob("*.c")):
+            objects.append(str(Path(folder) / f"{source.stem}.o"))
+            _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
+        _run([compiler, "-shared", *objects, "-o", str(library), "-lm"])  # no -fopenmp: torch's runtime, not another
         os.replace(library, target)
     return target
 

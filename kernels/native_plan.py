@@ -190,7 +190,7 @@ def attend(kv: NativeKVCache, layer: int, q: torch.Tensor, plan: NativePlan) -> 
     assert plan.kv is kv, "the plan was built for another pool"
     config, arguments = kv.config, plan.arguments
     shape = (plan.num_tokens, config.num_heads, config.head_dim)
-    assert q.shape == shape and q.dtype == config.dtype, f"q is {q.dtype} {tuple(q.shape)}, the plan is for {shape}"
+    assert (q.shape, q.dtype) == (shape, config.dtype), f"q is {q.dtype} {tuple(q.shape)}, the plan is for {shape}"
     q = q.contiguous()
     out = torch.empty_like(q)
     threads = torch.get_num_threads()

@@ -40,7 +40,7 @@ def write_kv(kv: NativeKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, sl
     config = kv.config
     assert slots.dtype == torch.int64, f"slots are {slots.dtype}: expected int64"
     shape = (len(slots), config.num_kv_heads, config.head_dim)
-    assert k.shape == shape and v.shape == shape, f"k is {tuple(k.shape)}, v {tuple(v.shape)}: expected {shape}"
+    assert k.shape == v.shape == shape, f"k is {tuple(k.shape)}, v {tuple(v.shape)}: expected {shape}"
     assert k.dtype == v.dtype == config.dtype, f"k is {k.dtype}, v {v.dtype}: the pool is {config.dtype}"
     k, v, slots = _dense_rows(k), _dense_rows(v), slots.contiguous()
     bad = kv.native.library.batchrun_write_kv(

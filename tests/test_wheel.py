@@ -40,7 +40,7 @@ def test_wheel_holds_one_top_level_name_and_every_source(wheel: Path) -> None:
         for path in (ROOT / folder).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
             assert (name if folder == "batchrun" else f"batchrun/{name}") in held
-    assert {f"batchrun/kernels/csrc/{path.name}" for path in (ROOT / "kernels" / "csrc").glob("*.c")} <= held
+    assert {f"batchrun/kernels/csrc/{path.name}" for path in (ROOT / "kernels" / "csrc").glob("*.[ch]")} <= held
     assert any(name.endswith("licenses/LICENSE") for name in held)
 
 

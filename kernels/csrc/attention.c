@@ -1,11 +1,6 @@
 /* Attention over pages of keys in bfloat16, for CPUs with AVX-512 and its bfloat16 dot product.
  *
- * Pool, per layer: [kv head][page][K then V], a page being 16 tokens of one kv head:
- *
- *     K   [head_dim / 2][16 keys][2]    one register holds a pair of dims of 16 keys: a query's pair, broadcast, adds to the
- *                                       scores of 16 keys lane by lane, and no sum over lanes is ever needed
- *     V   [8 pairs of keys][head_dim][2]    one register holds a pair of keys in 16 dims: a pair of weights, broadcast, adds to
- *                                       16 elements of the output
+ * The pool's layout is in pool.h.
  *
  * A task is an interval of an item's queries, one kv head and an interval of the item's pages. It goes over its pages in blocks
  * with an online softmax (Milakov and Gimelshein 2018; Dao et al., FlashAttention) and leaves the sum of weights times values,
@@ -19,10 +14,10 @@
 #include <math.h>
 #include <omp.h>
 #include <stdatomic.h>
-#include <stdint.h>
 #include <string.h>
 
-#define PAGE 16
+#include "pool.h"
+
 #define PAIRS (PAGE / 2)
 #define BLOCK_PAGES 8
 #define BLOCK_PAIRS (BLOCK_PAGES * PAIRS)
@@ -33,8 +28,6 @@
 
 #define UNROLL _Pragma("GCC unroll 8") /* or the arrays of sums stay in memory */
 #define INLINE static inline __attribute__((always_inline))
-
-typedef uint16_t bf16;
 
 typedef struct {
     int32_t page, position, low, high; /* keys of lanes [low, high) of the page; `position` is the first one's in the item */
@@ -411,57 +404,4 @@ void batchrun_attend(const Plan *plan, const bf16 *pool, const bf16 *q, bf16 *ou
             for (int64_t i = 0; i < plan->num_merged; i++) merge_token(plan, i, out);
         }
     }
-}
-
-/* Position of the first slot outside the pool, or -1. */
-static int64_t find_bad_slot(const int64_t *slots, int64_t tokens, int64_t num_pages) {
-    for (int64_t t = 0; t < tokens; t++)
-        if (slots[t] < 0 || slots[t] >= num_pages * PAGE) return t;
-    return -1;
-}
-
-/* Slots of one layer from k, v [tokens, kv_heads, head_dim], whose last dimension is dense. Returns -1, or the position of a slot outside
- * the pool, with nothing written. */
-int64_t batchrun_write_kv(bf16 *pool, int64_t num_pages, int32_t kv_heads, int32_t dim, const bf16 *k, int64_t k_token,
-                       int64_t k_head, const bf16 *v, int64_t v_token, int64_t v_head, const int64_t *slots, int64_t tokens,
-                       int32_t threads) {
-    int64_t bad = find_bad_slot(slots, tokens, num_pages);
-    if (bad >= 0) return bad;
-#pragma omp parallel for num_threads(threads) schedule(static) if (tokens >= 16)
-    for (int64_t t = 0; t < tokens; t++)
-        for (int h = 0; h < kv_heads; h++) {
-            int64_t page = slots[t] / PAGE, lane = slots[t] % PAGE;
-            bf16 *keys = pool + (h * num_pages + page) * 2 * PAGE * dim, *values = keys + (PAGE + (lane & ~1)) * (int64_t)dim;
-            const bf16 *key = k + t * k_token + h * k_head, *value = v + t * v_token + h * v_head;
-            for (int d = 0; d < dim; d += 2) memcpy(keys + d * PAGE + 2 * lane, key + d, 2 * sizeof(bf16));
-            /* Another thread may write the other key of the pair: a masked store leaves its bytes alone. */
-            __mmask32 mine = lane & 1 ? 0xaaaaaaaa : 0x55555555;
-            for (int d = 0; d < dim; d += 16) {
-                __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value + d)));
-                _mm512_mask_storeu_epi16(values + 2 * d, mine, lane & 1 ? _mm512_slli_epi32(wide, 16) : wide);
-            }
-        }
-    return -1;
-}
-
-/* Between the pool of all layers and staging [regions, tokens, 2, head_dim], a region being a kv head of a layer. Returns as
- * batchrun_write_kv. */
-int64_t batchrun_move_kv(bf16 *pool, int64_t num_pages, int64_t regions, int32_t dim, const int64_t *slots, int64_t tokens,
-                      bf16 *staging, int32_t into_pool) {
-    int64_t bad = find_bad_slot(slots, tokens, num_pages);
-    if (bad >= 0) return bad;
-    for (int64_t region = 0; region < regions; region++)
-        for (int64_t t = 0; t < tokens; t++, staging += 2 * dim) {
-            int64_t page = slots[t] / PAGE, lane = slots[t] % PAGE;
-            bf16 *keys = pool + (region * num_pages + page) * 2 * PAGE * dim + 2 * lane;
-            bf16 *values = keys - 2 * lane + (PAGE + (lane & ~1)) * (int64_t)dim + (lane & 1);
-            for (int d = 0; d < dim; d++) {
-                bf16 *key = keys + (d & ~1) * PAGE + (d & 1), *value = values + 2 * d;
-                if (into_pool)
-                    *key = staging[d], *value = staging[dim + d];
-                else
-                    staging[d] = *key, staging[dim + d] = *value;
-            }
-        }
-    return -1;
 }

@@ -111,7 +111,13 @@ def test_slots_outside_the_pool_are_refused_and_nothing_is_written(slot: int) ->
 def long_step() -> tuple[list[AttentionItem], int, int]:
     """Few rows and many rows on keys of several tasks each, causal and not, from the middle of a page: items, tokens, slots."""
     few, many = native_plan.FEW_ROWS_PAGES * PAGE, native_plan.MANY_ROWS_PAGES * PAGE
-    counts = [(1, 2 * few + 7, True), (1, few, True), (1, few + 1, True), (2, 3 * few - 5, True), (130, many + 150, True)]
+    counts = [
+        (1, 2 * few + 7, True),
+        (1, few, True),
+        (1, few + 1, True),
+        (2, 3 * few - 5, True),
+        (130, many + 60, True),
+    ]  # the last: some queries end before the second interval
     items, token, slot = [], 0, 3
     for queries, keys, causal in counts:
         items.append(AttentionItem(token, queries, [(slot, keys)], keys, causal))
@@ -135,7 +141,7 @@ def test_keys_of_many_tasks_match_the_reference_on_any_number_of_threads(heads: 
     assert isinstance(plan, native_plan.NativePlan)
     assert len({tuple(task[[4, 5]].tolist()) for task in plan.tasks}) > len(items)  # pages are cut indeed
     out = ops.attend(kv, 0, q, plan)
-    chosen = [0, 1, 2, 3, 4, 5, 6, 70, tokens - 1]
+    chosen = [0, 1, 2, 3, 4, 5, 6, *range(68, 88), tokens - 1]
     _check_tokens(out, q, k, v, items, chosen)
     for threads in (2, 3):
         torch.set_num_threads(threads)
@@ -165,7 +171,8 @@ def test_a_partial_result_alone_gives_the_same_bits_as_the_direct_way() -> None:
     q = draw(30, 9, 64, seed=2)
     items = [AttentionItem(0, 30, [(5, 300)], 300, True)]
     direct, merged = (ops.build_plan(kv, found, 30) for found in (items, [*items, AttentionItem(0, 30, [(400, 40)], 0, False)]))
-    assert isinstance(direct, native_plan.NativePlan) and isinstance(merged, native_plan.NativePlan)
+    assert isinstance(direct, native_plan.NativePlan)
+    assert isinstance(merged, native_plan.NativePlan)
     assert (direct.num_partials, merged.num_partials) == (0, 60)
     assert torch.equal(ops.attend(kv, 0, q, direct), ops.attend(kv, 0, q, merged))
 
@@ -243,12 +250,12 @@ class TestBuild:
         monkeypatch.setattr(native, "_run", lambda command: (ran.append(command), run(command))[1])
         first = native.load()
         assert isinstance(first, native.Native)
-        assert len(ran) == 3
+        assert len(ran) == 4
         native.load.cache_clear()
         second = native.load()
         assert isinstance(second, native.Native)
         assert second.path == first.path
-        assert len(ran) == 4
+        assert len(ran) == 5
         assert list(first.path.parent.iterdir()) == [first.path]
         needed = subprocess.run(["ldd", str(first.path)], capture_output=True, text=True, check=True).stdout
         assert not any(name in needed for name in ("libgomp", "libomp", "libiomp"))
