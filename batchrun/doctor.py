@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from batchrun import __version__, hardware
 from batchrun.engine.conversion import cache_folder
-from batchrun.engine.device import page_size
+from batchrun.engine.device import attention_status, page_size
 from batchrun.engine.loader import EMBEDDED_COMMAND, EMBEDDED_PACKAGE, pick_device, pick_dtype
 from batchrun.errors import Refused
 from batchrun.links import LINKED, check_links
@@ -47,7 +47,7 @@ class Fact(NamedTuple):
 
 
 def diagnose() -> list[Fact]:
-    """Look at everything; imports torch when it is there, changes nothing."""
+    """Look at everything; imports torch when it is there; builds the attention kernel as the first run would."""
     return [*_installation(), *_libraries(), *_machine(), *_devices(), *_model()]
 
 
@@ -124,6 +124,7 @@ def _devices() -> Iterator[Fact]:
     yield Fact("compute", "threads", str(torch.get_num_threads()))
     try:
         yield Fact("compute", "kernels", f"torch operations on {device}, pages of {page_size(device)} tokens")
+        yield Fact("compute", "attention", f"in bfloat16: {attention_status()}")
     except ValueError as error:
         yield Fact("compute", "kernels", f"none for {device}", f"{error}: give --device cpu", broken=device == "cpu")
 

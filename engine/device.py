@@ -10,3 +10,10 @@ def page_size(device: str) -> int:
     from batchrun.kernels import ops
 
     return ops.page_size(device)
+
+
+def attention_status() -> str:
+    """One line: where the compiled attention of bfloat16 lies, or why torch computes it. Builds it if need be; imports torch."""
+    from batchrun.kernels import ops
+
+    return ops.native_status()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from batchrun.kernels.ops import native_status
+
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis")
 
@@ -56,5 +58,8 @@ def test_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path) -
     )
     where = check(python, "-c", code, cwd=tmp_path, env=environment).strip()
     assert Path(where).is_relative_to(tmp_path / "venv")
+    kernel = "from batchrun.kernels import ops; print(ops.native_status())"
+    built = check(python, "-c", kernel, cwd=tmp_path, env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert built.split(":")[0] == native_status().split(":")[0]
     shown = check(tmp_path / "venv" / "bin" / "batchrun", "--help", cwd=tmp_path, env=environment)
     assert "run" in shown
