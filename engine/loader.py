@@ -97,6 +97,7 @@ def load_model(source: ModelSource, device: str, dtype: str, threads: int | None
     import torch
 
     from batchrun.engine.models.decoder import Decoder
+
     device = pick_device(device)
     compute_dtype = pick_dtype(dtype, device)
     if threads is not None:
@@ -188,9 +189,7 @@ def _folder(path: Path, name: str) -> ModelSource:
 
 
 def _from_hub_cache(model: str) -> ModelSource:
-    missing = ModelError(
-        f"{model} is no folder and not in the local Hugging Face cache: fetch it with `hf download {model}`"
-    )
+    missing = ModelError(f"{model} is no folder and not in the local Hugging Face cache: fetch it with `hf download {model}`")
     if importlib.util.find_spec("huggingface_hub") is None:
         raise missing
     from huggingface_hub import snapshot_download

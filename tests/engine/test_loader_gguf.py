@@ -182,9 +182,7 @@ def test_tensors_of_other_models_are_named() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 3, 40, 2000, -40])
-def test_a_cut_file_is_refused_in_one_line(
-    keep: int, weights: dict[str, Array], tiny_model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_cut_file_is_refused_in_one_line(keep: int, weights: dict[str, Array], tiny_model_folder: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", weights, tiny_model_folder)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelError, match="cannot be read as GGUF") as caught:
