@@ -123,7 +123,7 @@ def _devices() -> Iterator[Fact]:
     yield Fact("compute", "dtype", f"{dtype} (what --dtype auto takes)", slow if dtype == "float32" else None)
     yield Fact("compute", "threads", str(torch.get_num_threads()))
     try:
-        yield Fact("compute", "kernels", f"torch operations on {device}, pages of {page_size(device)} tokens")
+        yield Fact("compute", "kernels", f"{device}, pages of {page_size(device)} tokens")
         yield Fact("compute", "attention", f"in bfloat16: {attention_status()}")
     except ValueError as error:
         yield Fact("compute", "kernels", f"none for {device}", f"{error}: give --device cpu", broken=device == "cpu")

@@ -11,7 +11,7 @@ import numpy as np
 
 from batchrun import hardware
 from batchrun.engine.config import ModelConfig
-from batchrun.engine.device import page_size
+from batchrun.engine.device import missing_kernel, page_size
 from batchrun.engine.loader import (
     ModelSource,
     content_hash,
@@ -234,6 +234,8 @@ class _Job:
 
         self._progress.phase("loading")
         model = load_model(self._found, self._options.device, self._options.dtype, self._options.threads)
+        if (status := missing_kernel(self._options.dtype)) is not None:
+            self.warnings.append(f"attention runs without its compiled kernel, several times slower: {status}")
         engine = Engine(model, plan.config)
         self._timer.lap("load_s")
         return engine

@@ -17,3 +17,9 @@ def attention_status() -> str:
     from batchrun.kernels import ops
 
     return ops.native_status()
+
+
+def missing_kernel(dtype: str) -> str | None:
+    """Why attention in this dtype goes without the compiled kernel that it could have; None when nothing is missing."""
+    status = attention_status() if dtype == "bfloat16" else "compiled"
+    return None if status.startswith("compiled") else status
