@@ -152,6 +152,21 @@ def _open(path: Path) -> Native:
         *(pointer, int64, int32),
     ]
     library.batchrun_move_kv.argtypes = [pointer, int64, int64, int32, pointer, int64, pointer, int32]
-    library.batchrun_attend.restype = None
-    library.batchrun_write_kv.restype = library.batchrun_move_kv.restype = int64
+    library.batchrun_rotate_and_write.argtypes = [
+        *(pointer, int64, int32, int32, int32),
+        *(pointer, int64),
+        *(pointer, pointer, pointer, int64),
+        *(pointer, int32),
+    ]
+    library.batchrun_rms_norm.argtypes = [
+        *(pointer, int64),
+        *(pointer, int64),
+        *(pointer, ctypes.c_float),
+        *(pointer, pointer, int64, int64, int32),
+    ]
+    library.batchrun_silu_mul.argtypes = [pointer, int64, pointer, int64, int64, int32]
+    for returns_nothing in (library.batchrun_attend, library.batchrun_rms_norm, library.batchrun_silu_mul):
+        returns_nothing.restype = None
+    for returns_slot in (library.batchrun_write_kv, library.batchrun_rotate_and_write, library.batchrun_move_kv):
+        returns_slot.restype = int64
     return Native(library, path)

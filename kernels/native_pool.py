@@ -52,6 +52,29 @@ def write_kv(kv: NativeKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, sl
     _refuse(kv, slots, bad)
 
 
+def rotate_and_write(
+    kv: NativeKVCache, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """Turn and store T tokens; the contract is in `ops.rotate_and_write`. All tensors are bfloat16 but the slots."""
+    config, dim = kv.config, kv.config.head_dim
+    tokens, heads = len(slots), config.num_heads + 2 * config.num_kv_heads
+    assert slots.dtype == torch.int64, f"slots are {slots.dtype}: expected int64"
+    assert qkv.shape == (tokens, heads, dim), f"qkv is {tuple(qkv.shape)}: expected {(tokens, heads, dim)}"
+    assert cos.shape == sin.shape == (tokens, dim), f"cos is {tuple(cos.shape)}, sin {tuple(sin.shape)}: {(tokens, dim)} expected"
+    if qkv.stride()[1:] != (dim, 1):
+        qkv = qkv.contiguous()
+    cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.contiguous()
+    q = torch.empty(tokens, config.num_heads, dim, dtype=config.dtype)
+    bad = kv.native.library.batchrun_rotate_and_write(
+        *(kv.layers[layer], kv.num_pages, config.num_heads, config.num_kv_heads, dim),
+        *(qkv.data_ptr(), qkv.stride(0)),
+        *(cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), tokens),
+        *(q.data_ptr(), torch.get_num_threads()),
+    )
+    _refuse(kv, slots, bad)
+    return q
+
+
 def copy_kv(kv: NativeKVCache, source_slots: torch.Tensor, target_slots: torch.Tensor) -> None:
     """Copy tokens in all layers; the contract is in `ops.copy_kv`."""
     config = kv.config

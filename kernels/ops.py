@@ -4,8 +4,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from batchrun.kernels import cpu, cpu_attention, cpu_plan, native, native_plan, native_pool
-from batchrun.kernels.cpu import PackedLinear, linear, pack_linear, rms_norm, rms_norm_residual, rotary, silu_mul
+from batchrun.kernels import cpu, cpu_attention, cpu_plan, native, native_elementwise, native_plan, native_pool
+from batchrun.kernels.cpu import PackedLinear, linear, pack_linear, rotary
 from batchrun.kernels.spec import PAGE_SIZE, AttentionItem, KVConfig
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_residual",
     "rotary",
+    "rotate_and_write",
     "silu_mul",
     "write_kv",
 ]
@@ -40,7 +41,7 @@ _choice: Literal["auto", "torch", "native"] = "auto"
 
 
 def native_status() -> str:
-    """One line: where the compiled attention kernel lies, or why there is none. Builds it if need be."""
+    """One line: where the compiled kernel lies, or why there is none. Builds it if need be."""
     loaded = native.load()
     return f"compiled: {loaded.path}" if isinstance(loaded, native.Native) else f"torch operations: {loaded}"
 
@@ -92,6 +93,27 @@ def write_kv(kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: t
         cpu.write_kv(kv, layer, k, v, slots)
 
 
+def rotate_and_write(
+    kv: KVCache, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """Turn the queries and keys of T tokens (`rotary`) and store the keys and values in one layer (`write_kv`).
+
+    Arguments: qkv [T, heads + 2 * kv_heads, head_dim] in the pool's dtype: queries, keys, values; cos, sin [T, head_dim] in
+        float32 or the pool's dtype; slots int64 [T], all different. They are not changed.
+    Returns: the turned queries [T, heads, head_dim], a tensor of its own. All is equal to what the two functions give,
+        but that the compiled kernel takes bfloat16 numbers below 1e-38 for 0.
+
+    Raises:
+        IndexError: a slot outside the pool; nothing is written.
+    """
+    if isinstance(kv, native_pool.NativeKVCache) and native_elementwise.suits(qkv, cos, sin):
+        return native_pool.rotate_and_write(kv, layer, qkv, cos, sin, slots)
+    heads, end = kv.config.num_heads, kv.config.num_heads + kv.config.num_kv_heads
+    q, k = rotary(qkv[:, :heads], qkv[:, heads:end], cos, sin)
+    write_kv(kv, layer, k, qkv[:, end:], slots)
+    return q
+
+
 def copy_kv(kv: KVCache, source_slots: torch.Tensor, target_slots: torch.Tensor) -> None:
     """Copy keys and values of tokens in all layers; slots int64 [T]. Sources are read before any target is written."""
     if isinstance(kv, native_pool.NativeKVCache):
@@ -139,3 +161,39 @@ def attend(kv: KVCache, layer: int, q: torch.Tensor, plan: AttentionPlan) -> tor
         return native_plan.attend(kv, layer, q, plan)
     assert isinstance(plan, cpu_plan.AttentionPlan), "the plan was built for another pool"
     return cpu_attention.attend(kv, layer, q, plan)
+
+
+def _kernel_for(*tensors: torch.Tensor) -> native.Native | None:
+    """The compiled kernel if it computes these tensors, without which torch does. Batches of any size are treated alike."""
+    if _choice == "torch" or not native_elementwise.suits(*tensors):
+        return None
+    loaded = native.load()
+    if isinstance(loaded, native.Native):
+        return loaded
+    assert _choice != "native", f"no compiled kernel: {loaded}"
+    return None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; computed in float32, result in x's dtype."""
+    kernel = _kernel_for(x, weight)
+    return native_elementwise.rms_norm(kernel, x, weight, eps) if kernel else cpu.rms_norm(x, weight, eps)
+
+
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add and normalise: (rms_norm(x + residual), x + residual), the sum rounded to the model's dtype first.
+
+    Neither argument is changed.
+    """
+    kernel = _kernel_for(x, residual, weight)
+    if kernel:
+        return native_elementwise.rms_norm_residual(kernel, x, residual, weight, eps)
+    return cpu.rms_norm_residual(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of gate_up [..., 2 * I], gate first -> [..., I]; silu is rounded to gate_up's dtype before the product."""
+    kernel = _kernel_for(gate_up)
+    return native_elementwise.silu_mul(kernel, gate_up) if kernel else cpu.silu_mul(gate_up)

@@ -130,9 +130,8 @@ class Decoder:
         normed = ops.rms_norm(residual, self._layers[0].attention_norm, config.rms_norm_eps)
         last = config.num_layers - 1
         for number, layer in enumerate(self._layers):
-            q, k, v = self._split_heads(layer.qkv(normed))
-            q, k = ops.rotary(q, k, cos, sin)
-            ops.write_kv(kv, number, k, v, slots)
+            qkv = layer.qkv(normed).view(len(token_ids), -1, config.head_dim)
+            q = ops.rotate_and_write(kv, number, qkv, cos, sin, slots)
             if number == last and not len(logit_rows):
                 return torch.empty((0, config.vocab_size), dtype=torch.float32, device=self.device)
             attended = ops.attend(kv, number, q, plan).reshape(len(token_ids), config.num_heads * config.head_dim)
@@ -143,9 +142,3 @@ class Decoder:
             following = self._final_norm if number == last else self._layers[number + 1].attention_norm
             normed, residual = ops.rms_norm_residual(mlp, residual, following, config.rms_norm_eps)
         return self._head(normed).float().contiguous()
-
-    def _split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, (heads + 2 kv_heads) x head_dim] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], views."""
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        split = qkv.view(len(qkv), heads + 2 * kv_heads, self.config.head_dim)
-        return split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]

@@ -10,7 +10,6 @@
  * Memory of a page outside an item's keys may hold anything, NaN included: its scores are replaced by -inf, its values by 0.
  */
 
-#include <immintrin.h>
 #include <math.h>
 #include <omp.h>
 #include <stdatomic.h>
@@ -24,10 +23,8 @@
 #define BLOCK_KEYS (BLOCK_PAGES * PAGE)
 #define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
 #define TILE_VECTORS 4
-#define MAX_DIM 256
 
 #define UNROLL _Pragma("GCC unroll 8") /* or the arrays of sums stay in memory */
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     int32_t page, position, low, high; /* keys of lanes [low, high) of the page; `position` is the first one's in the item */
@@ -288,10 +285,6 @@ static void attend_tile(const Tile *tile, const Block *block, int dim, float sca
     }
 }
 
-INLINE void store_bf16(bf16 *out, __m512 value) {
-    _mm256_storeu_si256((__m256i *)out, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
 static const bf16 *head_of(const Plan *plan, const bf16 *pool, int kv_head) {
     return pool + kv_head * plan->num_pages * 2 * PAGE * plan->head_dim;
 }
@@ -342,7 +335,7 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
         if (task->partial < 0) {
             bf16 *to = out + ((int64_t)(item.start + task->first + token) * heads + h) * dim;
             __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), one_if_zero(_mm512_set1_ps(total[r])));
-            for (int d = 0; d < dim; d += 16) store_bf16(to + d, _mm512_mul_ps(_mm512_loadu_ps(sum + d), inverse));
+            for (int d = 0; d < dim; d += 16) store_lanes(to + d, ALL_LANES, narrow(_mm512_mul_ps(_mm512_loadu_ps(sum + d), inverse)));
         } else {
             int64_t at = (int64_t)(task->partial + token) * heads + h;
             memcpy(plan->sums + at * dim, sum, sizeof(float) * dim);
@@ -379,7 +372,7 @@ static void merge_token(const Plan *plan, int64_t index, bf16 *out) {
                     int64_t at = (int64_t)rows[i] * heads + h;
                     sum = _mm512_fmadd_ps(_mm512_set1_ps(plan->maxima[at]), _mm512_loadu_ps(plan->sums + at * dim + d), sum);
                 }
-                store_bf16(out + h * dim + d, _mm512_mul_ps(sum, _mm512_set1_ps(inverse[h - first])));
+                store_lanes(out + h * dim + d, ALL_LANES, narrow(_mm512_mul_ps(sum, _mm512_set1_ps(inverse[h - first]))));
             }
     }
 }

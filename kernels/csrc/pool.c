@@ -2,7 +2,6 @@
 
 #include "pool.h"
 
-#include <immintrin.h>
 #include <string.h>
 
 /* Position of the first slot outside the pool, or -1. */
@@ -12,34 +11,73 @@ static int64_t find_bad_slot(const int64_t *slots, int64_t tokens, int64_t num_p
     return -1;
 }
 
-/* Slots of one layer from k, v [tokens, kv_heads, head_dim], whose last dimension is dense. Returns -1, or the position of a slot outside
- * the pool, with nothing written. */
+/* A token of one kv head. Another thread may write the other key of its pair: masked stores leave those bytes alone. */
+static void store_token(bf16 *head, int64_t slot, int dim, const bf16 *key, const bf16 *value) {
+    int64_t lane = slot % PAGE;
+    bf16 *keys = head + slot / PAGE * 2 * PAGE * dim, *values = keys + (PAGE + (lane & ~1)) * (int64_t)dim;
+    for (int d = 0; d < dim; d += 2) memcpy(keys + d * PAGE + 2 * lane, key + d, 2 * sizeof(bf16));
+    __mmask32 mine = lane & 1 ? 0xaaaaaaaa : 0x55555555;
+    for (int d = 0; d < dim; d += 16) {
+        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value + d)));
+        _mm512_mask_storeu_epi16(values + 2 * d, mine, lane & 1 ? _mm512_slli_epi32(wide, 16) : wide);
+    }
+}
+
+/* Slots of one layer from k, v [tokens, kv_heads, head_dim], whose last dimension is dense. Returns -1, or the position of a slot
+ * outside the pool, with nothing written. */
 int64_t batchrun_write_kv(bf16 *pool, int64_t num_pages, int32_t kv_heads, int32_t dim, const bf16 *k, int64_t k_token,
-                       int64_t k_head, const bf16 *v, int64_t v_token, int64_t v_head, const int64_t *slots, int64_t tokens,
-                       int32_t threads) {
+                          int64_t k_head, const bf16 *v, int64_t v_token, int64_t v_head, const int64_t *slots, int64_t tokens,
+                          int32_t threads) {
     int64_t bad = find_bad_slot(slots, tokens, num_pages);
     if (bad >= 0) return bad;
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens >= 16)
     for (int64_t t = 0; t < tokens; t++)
+        for (int h = 0; h < kv_heads; h++)
+            store_token(pool + h * num_pages * 2 * PAGE * dim, slots[t], dim, k + t * k_token + h * k_head,
+                        v + t * v_token + h * v_head);
+    return -1;
+}
+
+/* Rotary embedding of one head in the rotate-half form. Both products are rounded before they are added, as torch's are. */
+static void turn(const bf16 *x, const bf16 *cosine, const bf16 *sine, int dim, bf16 *out) {
+    int half = dim / 2;
+    for (int d = 0; d < half; d += 16) {
+        __mmask16 lanes = lanes_of(half - d);
+        __m512 low = widen(load_lanes(x + d, lanes)), high = widen(load_lanes(x + half + d, lanes));
+        __m512 low_cos = widen(load_lanes(cosine + d, lanes)), high_cos = widen(load_lanes(cosine + half + d, lanes));
+        __m512 low_sin = widen(load_lanes(sine + d, lanes)), high_sin = widen(load_lanes(sine + half + d, lanes));
+        __m512 a = _mm512_sub_ps(rounded(_mm512_mul_ps(low, low_cos)), rounded(_mm512_mul_ps(high, low_sin)));
+        __m512 b = _mm512_add_ps(rounded(_mm512_mul_ps(high, high_cos)), rounded(_mm512_mul_ps(low, high_sin)));
+        store_lanes(out + d, lanes, narrow(a));
+        store_lanes(out + half + d, lanes, narrow(b));
+    }
+}
+
+/* From qkv [tokens, heads + 2 kv_heads, head_dim], the last two dimensions dense: q turned into `q`, k turned and v into slots of
+ * one layer. cosine, sine: [tokens, head_dim]. Returns as batchrun_write_kv. */
+int64_t batchrun_rotate_and_write(bf16 *pool, int64_t num_pages, int32_t heads, int32_t kv_heads, int32_t dim, const bf16 *qkv,
+                                  int64_t qkv_token, const bf16 *cosine, const bf16 *sine, const int64_t *slots, int64_t tokens,
+                                  bf16 *q, int32_t threads) {
+    int64_t bad = find_bad_slot(slots, tokens, num_pages);
+    if (bad >= 0) return bad;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens >= 16)
+    for (int64_t t = 0; t < tokens; t++) {
+        const bf16 *cos_row = cosine + t * dim, *sin_row = sine + t * dim, *from = qkv + t * qkv_token;
+        bf16 key[MAX_DIM];
+        for (int h = 0; h < heads; h++) turn(from + h * dim, cos_row, sin_row, dim, q + (t * heads + h) * dim);
+        from += heads * dim;
         for (int h = 0; h < kv_heads; h++) {
-            int64_t page = slots[t] / PAGE, lane = slots[t] % PAGE;
-            bf16 *keys = pool + (h * num_pages + page) * 2 * PAGE * dim, *values = keys + (PAGE + (lane & ~1)) * (int64_t)dim;
-            const bf16 *key = k + t * k_token + h * k_head, *value = v + t * v_token + h * v_head;
-            for (int d = 0; d < dim; d += 2) memcpy(keys + d * PAGE + 2 * lane, key + d, 2 * sizeof(bf16));
-            /* Another thread may write the other key of the pair: a masked store leaves its bytes alone. */
-            __mmask32 mine = lane & 1 ? 0xaaaaaaaa : 0x55555555;
-            for (int d = 0; d < dim; d += 16) {
-                __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value + d)));
-                _mm512_mask_storeu_epi16(values + 2 * d, mine, lane & 1 ? _mm512_slli_epi32(wide, 16) : wide);
-            }
+            turn(from + h * dim, cos_row, sin_row, dim, key);
+            store_token(pool + h * num_pages * 2 * PAGE * dim, slots[t], dim, key, from + (kv_heads + h) * dim);
         }
+    }
     return -1;
 }
 
 /* Between the pool of all layers and staging [regions, tokens, 2, head_dim], a region being a kv head of a layer. Returns as
  * batchrun_write_kv. */
 int64_t batchrun_move_kv(bf16 *pool, int64_t num_pages, int64_t regions, int32_t dim, const int64_t *slots, int64_t tokens,
-                      bf16 *staging, int32_t into_pool) {
+                         bf16 *staging, int32_t into_pool) {
     int64_t bad = find_bad_slot(slots, tokens, num_pages);
     if (bad >= 0) return bad;
     for (int64_t region = 0; region < regions; region++)

@@ -6,8 +6,7 @@
  *                                       16 elements of the output
  */
 
-#include <stdint.h>
+#include "bf16.h"
 
 #define PAGE 16
-
-typedef uint16_t bf16;
+#define MAX_DIM 256

@@ -27,9 +27,21 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     torch.testing.assert_close(out.float(), expected, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+WAYS = [*((dtype, "torch") for dtype in DTYPES), (torch.bfloat16, "native")]
+
+
+def choose(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if choice == "native" and not ops.native_status().startswith("compiled"):
+        pytest.skip(ops.native_status())
+    monkeypatch.setattr(ops, "_choice", choice)
+
+
+@pytest.mark.parametrize(("dtype", "choice"), WAYS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_operations_match_the_reference_and_leave_their_arguments(dtype: torch.dtype, rows: int) -> None:
+def test_operations_match_the_reference_and_leave_their_arguments(
+    dtype: torch.dtype, choice: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(choice, monkeypatch)
     x, weight = draw(rows, 576, dtype=dtype), draw(576, dtype=dtype, seed=1)
     residual = draw(rows, 576, dtype=dtype, seed=2)
     qkv = draw(rows, 15, 64, dtype=dtype, seed=3)
@@ -48,6 +60,26 @@ def test_operations_match_the_reference_and_leave_their_arguments(dtype: torch.d
 
     for tensor, copy in zip((x, weight, residual, qkv, gate_up, cos, sin), before, strict=True):
         assert torch.equal(tensor, copy)
+
+
+@pytest.mark.parametrize(("dtype", "choice"), WAYS)
+def test_turned_queries_keys_and_values_match_the_reference_through_attention(
+    dtype: torch.dtype, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(choice, monkeypatch)
+    qkv, slots = draw(111, 15, 64, dtype=dtype), torch.randperm(128, generator=torch.Generator().manual_seed(1))[:111]
+    cos, sin = (t.to(dtype) for t in angles(111, 64))
+    kv = ops.allocate_kv(ops.KVConfig(2, 9, 3, 64, dtype), 8)
+    before = qkv.clone()
+    q = ops.rotate_and_write(kv, 1, qkv, cos, sin, slots)
+    assert torch.equal(qkv, before)
+    expected_q, k = (reference.rotary(x, cos, sin) for x in (qkv[:, :9], qkv[:, 9:12]))
+    assert_close(q, expected_q, dtype)
+    item = ops.AttentionItem(0, 111, [(slot, 1) for slot in slots.tolist()], 111, True)
+    out = ops.attend(kv, 1, q, ops.build_plan(kv, [item], 111))
+    in_order = ops.AttentionItem(0, 111, [(0, 111)], 111, True)
+    atol = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}[dtype]
+    torch.testing.assert_close(out.float(), reference.attend(expected_q, k, qkv[:, 12:], [in_order]), atol=atol, rtol=1e-2)
 
 
 def test_float32_equals_transformers_llama_modules() -> None:
