@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 # As the command line does, before anything imports torch: see batchrun/cli/main.py.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Earlier words win where two overlap. "Ġ" is the byte-level alphabet's space, "Ċ" its line feed.

@@ -89,9 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 fine, 1 finished with failed rows, 2 refused before the start, 3 stopped before the end,
         130 after SIGINT, 143 after SIGTERM.
     """
-    # OpenMP reads this when torch is loaded. Threads that spin while they wait lose whole time slices on a machine that does
-    # anything else: steps then take a hundred times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # OpenMP reads this when torch is loaded. Threads that spin for long while they wait lose whole time slices on a machine that
+    # does anything else, and steps take up to a hundred times as long; some microseconds of spinning cost nothing anywhere.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdout, sys.stderr):
         # Under LC_ALL=C a prompt's text must still print; outputs in files are always UTF-8.
         if hasattr(stream, "reconfigure"):
