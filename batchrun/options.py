@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 
-from batchrun.engine.sampling_params import MAX_SEED, SamplingParams
+from batchrun.engine.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ORDERS = ("plan", "given")
+MAX_THREADS = 4096
+MAX_BYTES = 2**63 - 1
 OTHER_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".arrow", ".feather", ".pq", ".xlsx", ".db", ".duckdb")
 """Endings of an output that are surely not meant as a folder's name."""
 _UNITS = {"": 1, "b": 1} | {
@@ -135,12 +137,12 @@ class RunOptions:
         for fine, message in checks:
             if not fine:
                 raise ValueError(message)
-        for option, value in (
-            ("--threads", self.threads),
-            ("--kv-tokens", self.kv_tokens),
-            ("--kv-memory", self.kv_memory),
-            ("--chunk-tokens", self.chunk_tokens),
-            ("--max-running", self.max_running),
+        for option, value, largest in (
+            ("--threads", self.threads, MAX_THREADS),
+            ("--kv-tokens", self.kv_tokens, MAX_COUNT),
+            ("--kv-memory", self.kv_memory, MAX_BYTES),
+            ("--chunk-tokens", self.chunk_tokens, MAX_COUNT),
+            ("--max-running", self.max_running, MAX_COUNT),
         ):
-            if value is not None and value < 1:
-                raise ValueError(f"{option} is {value}: it must be at least 1")
+            if value is not None and not 1 <= value <= largest:
+                raise ValueError(f"{option} is {value}: it must be between 1 and {largest}")

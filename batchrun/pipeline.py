@@ -22,7 +22,7 @@ from batchrun.engine.loader import (
     resolve_model,
 )
 from batchrun.engine.outputs import Completion, EngineStats, PromptSet
-from batchrun.errors import Stopped
+from batchrun.errors import Refused, Stopped
 from batchrun.intake import Intake, take_in
 from batchrun.ledger import WorkFolder
 from batchrun.metrics import latency_columns
@@ -38,6 +38,9 @@ from batchrun.sources import Source, open_source
 
 if TYPE_CHECKING:
     from batchrun.engine.engine import Engine
+
+POLL_ROWS = 1000
+"""Rows written between two looks at whether the run was asked to stop, within a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,7 @@ class _Job:
         self._samples = np.ones(source.num_rows, np.int64)
         """How many output rows each input row has: n, or 1 for an error row that never ran."""
         self._num_done = 0
+        self._num_added = 0
         self._failed_rows: set[int] = set()
         self._failed_before = work.totals().failed
 
@@ -204,7 +208,7 @@ class _Job:
         self._progress.phase("writing")
         summary = self._summary(plan, EngineStats() if engine is None else engine.stats)
         options = self._options
-        finish(
+        report = finish(
             self._source,
             self._work,
             keep=options.keep_columns,
@@ -213,6 +217,8 @@ class _Job:
             summary=summary,
             samples=self._samples,
         )
+        if report.repaired_rows:
+            self.warnings.append(f"{report.repaired_rows} output rows had bytes that are not UTF-8: see their `error`")
         return RunResult(summary, int(summary["failed"] > 0), options.output, self.warnings)
 
     def _not_done(self, prompts: PromptSet) -> PromptSet:
@@ -225,6 +231,10 @@ class _Job:
     def _kv_size(self) -> KVSize:
         options = self._options
         per_token = self._config.kv_bytes_per_token(options.dtype)
+        asked, machine = options.kv_memory or (options.kv_tokens or 0) * per_token, hardware.total_memory()
+        if asked > machine:
+            option = "--kv-memory" if options.kv_memory else "--kv-tokens"
+            raise Refused(f"{option} asks for {asked} bytes and this machine has {machine}: ask for less, or leave it out")
         return KVSize(page_size(options.device), per_token, hardware.pool_memory(options.device))
 
     def _load(self, plan: JobPlan) -> "Engine | None":
@@ -276,6 +286,9 @@ class _Job:
         if row.error is not None:
             self._failed_rows.add(row.row_index)
         self._writer.add(row)
+        self._num_added += 1
+        if self._num_added % POLL_ROWS == 0:  # a step can finish very many rows: duplicates, and copies of a greedy row
+            self.stop_if_asked()
 
     def _report(self, engine: "Engine", plan: JobPlan) -> None:
         stats = engine.stats

@@ -363,7 +363,8 @@ def _first_use(trie: Trie, order: RowOrder) -> Int64Array:
 def _never_fits(prompts: PromptSet, row: int, pages: int, pool_pages: int, kv: KVSize) -> RowError:
     message = (
         f"the row needs {pages * kv.page_size} tokens of KV memory ({prompts.length[row]} prompt and up to "
-        f"{prompts.params(row).max_tokens} output, in pages of {kv.page_size}) and the pool has {pool_pages * kv.page_size}: "
-        "raise --kv-tokens or --kv-memory, or lower max_tokens"
+        f"{prompts.params(row).max_tokens} output, in whole pages of {kv.page_size}, each part of the prompt that others share "
+        f"on pages of its own) and the pool has {pool_pages * kv.page_size}: raise --kv-tokens or --kv-memory, "
+        "or lower max_tokens"
     )
     return RowError(row_index=int(prompts.row_index[row]), message=message)

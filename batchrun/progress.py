@@ -3,7 +3,8 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self, TextIO
@@ -112,7 +113,8 @@ class Progress:
             return
         now = self._clock()
         if self._live:
-            self._draw(now, name, None)
+            with self._going_quiet():
+                self._draw(now, name, None)
         elif self._due(now, self._interval):
             self._print(name)
 
@@ -150,14 +152,16 @@ class Progress:
             return
         text = describe(counts, self._meter.speed(now, counts))
         if self._live:
-            self._draw(now, text, counts)
+            with self._going_quiet():
+                self._draw(now, text, counts)
         else:
             self._print(f"{self._phase}: {text}" if self._phase else text)
 
     def close(self) -> None:
         """Take the bar off the terminal; may be called twice."""
         if self._bar is not None:
-            self._bar.stop()
+            with self._going_quiet():
+                self._bar.stop()
             self._bar = None
 
     def __enter__(self) -> Self:
@@ -174,7 +178,16 @@ class Progress:
         return True
 
     def _print(self, text: str) -> None:
-        print(f"batchrun: {text}", file=self._stream, flush=True)
+        with self._going_quiet():
+            print(f"batchrun: {text}", file=self._stream, flush=True)
+
+    @contextmanager
+    def _going_quiet(self) -> Iterator[None]:
+        """Whoever read the progress may leave, or the log's disk fill up: the job goes on without."""
+        try:
+            yield
+        except OSError:
+            self._quiet = True
 
     def _draw(self, now: float, text: str, counts: Counts | None) -> None:
         self._shown_at = now

@@ -10,6 +10,7 @@ Which way a row goes:
 
 import json
 import math
+import re
 from collections.abc import Collection
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
@@ -249,12 +250,20 @@ def _one_line(error: Exception | None) -> str:
 
 
 def _as_messages(text: str) -> list[Message] | None:
-    """The turns, when the text is a JSON list of objects with a role."""
-    if not text.lstrip().startswith("["):
+    """The turns, when the text is a JSON list of objects with a role; None when it is a prompt.
+
+    Raises:
+        RowFaultError: it begins like a list of objects and is not one of turns. As a prompt it would run, and answer nonsense.
+    """
+    if not re.match(r"\s*\[\s*\{", text):
         return None
     try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    turns = isinstance(value, list) and value and all(isinstance(turn, dict) and "role" in turn for turn in value)
-    return value if turns else None
+        turns = json.loads(text)
+    except ValueError as error:
+        raise RowFaultError(
+            f"--template printed what begins as a JSON list of messages and is not JSON ({error}): "
+            "write values as {{ name | tojson }}, which quotes them"
+        ) from error
+    if not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        raise RowFaultError("--template printed a JSON list, but not of messages: each needs a `role`")
+    return list(turns)

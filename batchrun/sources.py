@@ -109,6 +109,8 @@ def open_source(inputs: tuple[str, ...]) -> Source:
 
 
 def _expand(name: str) -> list[str]:
+    if not name:
+        raise Refused("an input is empty text, perhaps an unset variable of the shell: name a file, a folder or a glob")
     path = Path(name)
     if path.is_dir():
         return _folder_files(path)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+MAX_SAMPLES = 100_000
+"""Every sample is a row of the output: more of one prompt than this is a slip of the finger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtract per occurrence in the output; in [-2, 2]."""
     n: int = 1
-    """Samples per row; at least 1."""
+    """Samples per row; 1 to MAX_SAMPLES."""
     seed: int | None = None
     """The row's own seed; None draws from the job's seed and the row's index."""
     stop: tuple[str, ...] = ()
@@ -42,15 +45,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.max_tokens >= 1, "--max-tokens", self.max_tokens, "at least 1"),
+            (1 <= self.max_tokens <= MAX_COUNT, "--max-tokens", self.max_tokens, f"between 1 and {MAX_COUNT}"),
             (0.0 <= self.temperature < float("inf"), "--temperature", self.temperature, "0 (greedy) or more"),
             (0.0 < self.top_p <= 1.0, "--top-p", self.top_p, "above 0 and at most 1"),
-            (self.top_k >= 0, "--top-k", self.top_k, "0 (all) or more"),
+            (0 <= self.top_k <= MAX_COUNT, "--top-k", self.top_k, f"between 0 (all) and {MAX_COUNT}"),
             (0.0 <= self.min_p <= 1.0, "--min-p", self.min_p, "between 0 and 1"),
             (0.0 < self.repetition_penalty < float("inf"), "--repetition-penalty", self.repetition_penalty, "above 0"),
             (-2.0 <= self.presence_penalty <= 2.0, "--presence-penalty", self.presence_penalty, "between -2 and 2"),
             (-2.0 <= self.frequency_penalty <= 2.0, "--frequency-penalty", self.frequency_penalty, "between -2 and 2"),
-            (self.n >= 1, "--n", self.n, "at least 1"),
+            (1 <= self.n <= MAX_SAMPLES, "--n", self.n, f"between 1 and {MAX_SAMPLES}"),
             (self.seed is None or 0 <= self.seed <= MAX_SEED, "--seed", self.seed, "between 0 and 2^63 - 1"),
             (all(self.stop), "--stop", "''", "a string of at least one character"),
         )

@@ -62,7 +62,21 @@ class StopSignals:
         if not self._polled:
             raise Interrupted(number)
         # os.write, because a handler may run while the main program is inside a print to the same stream.
-        os.write(2, b"batchrun: stopping after this step; a second signal leaves at once\n")
+        with contextlib.suppress(OSError):
+            os.write(2, b"batchrun: stopping after this step; a second signal leaves at once\n")
+
+
+def say(text: str) -> None:
+    """One line on standard error. Where nobody reads that any more the job goes on and its exit code stands."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def open_lost_streams() -> None:
+    """Give a process that was started without standard output or error (`>&-`) something to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
 
 
 def log_crash(error: BaseException, folder: Path | None) -> Path:

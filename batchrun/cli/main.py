@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import click
 
 from batchrun import __version__
-from batchrun.cli.ending import Interrupted, log_crash, one_line, silence_stdout
+from batchrun.cli.ending import Interrupted, log_crash, one_line, open_lost_streams, say, silence_stdout
 from batchrun.errors import BatchrunError, Refused, Stopped
 from batchrun.links import check_links
 
@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # does anything else, and steps take up to a hundred times as long; some microseconds of spinning cost nothing anywhere.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    open_lost_streams()
     for stream in (sys.stdout, sys.stderr):
         # Under LC_ALL=C a prompt's text must still print; outputs in files are always UTF-8.
         if hasattr(stream, "reconfigure"):
@@ -143,11 +144,7 @@ def _option_names(context: click.Context | None) -> list[str]:
 
 
 def _fail(message: str, code: int) -> int:
-    try:
-        print(f"batchrun: error: {one_line(message)}", file=sys.stderr, flush=True)
-    except OSError:
-        # Nobody reads standard error any more; the exit code still tells.
-        return code
+    say(f"batchrun: error: {one_line(message)}")
     return code
 
 

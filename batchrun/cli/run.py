@@ -18,7 +18,7 @@ from batchrun.cli.common import (
     refusing,
     sampling_options,
 )
-from batchrun.cli.ending import Interrupted, StopSignals, log_crash, one_line, silence_stdout
+from batchrun.cli.ending import Interrupted, StopSignals, log_crash, one_line, say, silence_stdout
 from batchrun.engine.errors import ModelError
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.errors import BatchrunError, Refused, Stopped
@@ -94,12 +94,14 @@ def _run(options: RunOptions, quiet: bool, summary_json: bool) -> int:
     if summary_json:
         try:
             click.echo(json.dumps(result.summary, ensure_ascii=True))
-        except BrokenPipeError:
+            sys.stdout.flush()
+        except OSError as error:
             # The job itself is finished: its exit code stands.
+            say(f"batchrun: warning: the summary cannot be written to standard output: {error.strerror}")
             silence_stdout()
     for warning in result.warnings:
-        print(f"batchrun: warning: {one_line(warning)}", file=sys.stderr)
-    print(f"{result.summary['ok']} ok, {result.summary['failed']} failed", file=sys.stderr, flush=True)
+        say(f"batchrun: warning: {one_line(warning)}")
+    say(f"{result.summary['ok']} ok, {result.summary['failed']} failed")
     return result.exit_code
 
 
@@ -112,7 +114,7 @@ def _work_folder(output: Path) -> Path:
 
 def _say_stopped(signal_number: int, output: Path) -> None:
     name = signal.Signals(signal_number).name
-    print(f"batchrun: stopped by {name}{_resume_hint(output)}", file=sys.stderr, flush=True)
+    say(f"batchrun: stopped by {name}{_resume_hint(output)}")
 
 
 def _resume_hint(output: Path) -> str:

@@ -130,7 +130,7 @@ def test_every_option_of_the_command_line_is_known_here() -> None:
     [
         ({"max_token": 3}, "unknown option 'max_token': did you mean 'max_tokens'?"),
         ({"xyzzy": 3}, "unknown option 'xyzzy': there are chunk_tokens, "),
-        ({"max_tokens": 0}, "--max-tokens is 0: it must be at least 1"),
+        ({"max_tokens": 0}, "--max-tokens is 0: it must be between 1 and"),
         ({"kv_memory": "lots"}, "'lots' is no amount of memory"),
         ({"template": "no.jinja"}, "template is 'no.jinja', which cannot be read"),
         ({"overwrite": True}, "give output="),

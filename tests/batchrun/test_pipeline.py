@@ -191,3 +191,25 @@ def test_token_that_the_model_has_no_embedding_for_costs_its_row(job: Job, tmp_p
     rows = rows_of(grown.run({"prompt": ["the cat <|new|>", "the cat"]}, prompt=PromptOptions(raw=True)))
     assert "token" in rows[0]["error"]
     assert rows[1]["error"] is None
+
+
+def test_fan_out_of_many_copies_stops_when_asked(job: Job) -> None:
+    polls = iter([False, False] + [True] * 100)
+    with pytest.raises(Stopped):
+        job.run({"prompt": PROMPTS[:1], "n": [50_000]}, stop=lambda: next(polls))
+    done = job.run({"prompt": PROMPTS[:1], "n": [50_000]}, resume=True)
+    assert done.summary["samples"] == 50_000
+
+
+def test_pool_beyond_the_machine_is_refused(job: Job) -> None:
+    with pytest.raises(Refused, match="kv-memory"):
+        job.run({"prompt": PROMPTS}, kv_memory=2**60)
+    with pytest.raises(Refused, match="kv-tokens"):
+        job.run({"prompt": PROMPTS}, kv_tokens=2**31 - 1)
+
+
+def test_template_that_breaks_its_own_json_costs_the_row(job: Job) -> None:
+    template = '[{"role": "user", "content": "{{ q }}"}]'
+    rows = rows_of(job.run({"q": ["hello", 'say "hello"', "[1, 2]"]}, prompt=PromptOptions(template=template)))
+    assert [row["error"] is None for row in rows] == [True, False, True]
+    assert "tojson" in rows[1]["error"]

@@ -275,7 +275,7 @@ def test_equal_settings_share_one_object_across_batches():
     [
         ("temperature", -1.0, "column 'temperature' is -1.0: it must be 0"),
         ("temperature", float("nan"), "column 'temperature' is nan"),
-        ("max_tokens", 0, "column 'max_tokens' is 0: it must be at least 1"),
+        ("max_tokens", 0, "column 'max_tokens' is 0: it must be between 1 and 2147483647"),
         ("max_tokens", 3.5, "column 'max_tokens' is 3.5: it must be a whole number"),
         ("max_tokens", float("nan"), "column 'max_tokens' is nan: it must be a whole number"),
         ("max_tokens", float("inf"), "column 'max_tokens' is inf: it must be a whole number"),
