@@ -30,8 +30,8 @@ from batchrun.rows import RowError
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-DEFAULT_MAX_RUNNING = 128
-DEFAULT_CHUNK_TOKENS = 512
+DEFAULT_MAX_RUNNING = 256
+DEFAULT_CHUNK_TOKENS = 1024
 # Rows that started early and run long keep their paths while later ones start, so a window of the order is not all there is.
 POOL_SLACK = 1.5
 
