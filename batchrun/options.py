@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 from batchrun.engine.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b|)\s*", text, re.IGNORECASE)
     if not found:
         raise ValueError(f"{text!r} is no amount of memory: write it like 4GiB, 512MB or a number of bytes")
-    return int(Decimal(found[1]) * _UNITS[found[2].lower()])
+    return int(Fraction(found[1]) * _UNITS[found[2].lower()])
 
 
 def read_text(option: str, path: str | Path) -> str:

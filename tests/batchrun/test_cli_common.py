@@ -133,3 +133,7 @@ def test_a_template_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(b"ab\xff")
     with pytest.raises(Exception, match=r"--template is .*t\.jinja.* not UTF-8 text: byte 2"):
         parsed("--template", str(path))
+
+
+def test_sizes_beyond_the_precision_of_decimals_are_exact() -> None:
+    assert parse_size("18014398509481161TiB") == 18014398509481161 << 40
