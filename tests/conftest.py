@@ -16,10 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from safetensors.numpy import save_file
 
 # As the command line does, before anything imports torch: see batchrun/cli/main.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# In continuous integration every run draws the same examples, so that a change is judged by what it changes.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Earlier words win where two overlap. "Ġ" is the byte-level alphabet's space, "Ċ" its line feed.
