@@ -108,9 +108,9 @@ def _run_options(paths: tuple[str, ...], output: Path, model: str | Path | None,
                 f"unknown option {name!r}: " + (f"did you mean {guess[0]!r}?" if guess else f"there are {', '.join(known)}")
             )
     values = dict(options)
-    if isinstance(values.get("stop"), str):
-        values["stop"] = [values["stop"]]
     for name in ("stop", "keep_columns"):
+        if isinstance(values.get(name), str):
+            values[name] = [values[name]]
         if values.get(name) is not None:
             values[name] = tuple(values[name])
     if isinstance(values.get("kv_memory"), str):

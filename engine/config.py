@@ -34,7 +34,7 @@ class EngineConfig:
     max_running: int
     """Most sequences that are prefilled or decoded at once, at least 1."""
     chunk_tokens: int
-    """Most tokens computed in one step, prefill and decode together, at least 1."""
+    """Most prompt tokens computed in one step, at least 1; the step's decoding rows come on top."""
     max_context: int
     """Most tokens of one sequence, prompt and output together, at least 1."""
     reserve_output: bool = True

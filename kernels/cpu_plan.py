@@ -47,7 +47,9 @@ GEMM_MIN_ROWS = 96
 
 @functools.cache
 def _has_bf16_gemm() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()  # type: ignore[no-untyped-call]
+    # Private to torch: a release without it gets the flash operation, which is right everywhere.
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return torch.backends.mkldnn.is_available() and supported is not None and bool(supported())  # type: ignore[no-untyped-call]
 
 
 def uses_gemm(dtype: torch.dtype) -> bool:

@@ -191,7 +191,11 @@ engine_options = _group(
     _build_engine,
     _option("--kv-tokens", "Size of the KV pool in tokens.  [default: from the file and the machine]", type=int),
     _option("--kv-memory", "Size of the KV pool in memory, instead: 4GiB, 512MB or bytes.", type=parse_size, metavar="SIZE"),
-    _option("--chunk-tokens", "Most tokens computed in one step.  [default: from the machine]", type=int),
+    _option(
+        "--chunk-tokens",
+        "Most prompt tokens computed in one step, beside the decoding rows.  [default: from the machine]",
+        type=int,
+    ),
     _option("--max-running", "Most rows decoding at once.  [default: from the file and the machine]", type=int),
     _option("--order", "Order of the rows: planned, or as given.", metavar="|".join(ORDERS), default="plan", show_default=True),
     _flag("--no-dedupe", "Compute identical greedy rows each for itself."),

@@ -147,3 +147,8 @@ def test_other_inputs_are_refused_by_type(pipeline: Pipeline) -> None:
         batchrun.run(3)
     with pytest.raises(ValueError, match="the input is a dict: give paths"):
         batchrun.run({"prompt": ["a"]})
+
+
+def test_one_name_of_a_kept_column_is_not_taken_for_a_list_of_letters() -> None:
+    made = api._run_options(("in.parquet",), Path("out.parquet"), None, {"keep_columns": "prompt"})
+    assert made.keep_columns == ("prompt",)
