@@ -117,6 +117,8 @@ def _run_options(paths: tuple[str, ...], output: Path, model: str | Path | None,
         values["kv_memory"] = parse_size(values["kv_memory"])
     if values.get("template") is not None:
         values["template"] = read_text("template", values["template"])
+    if values.get("profile") is not None:
+        values["profile"] = Path(values["profile"])
     for negated, name in _NEGATED.items():
         if negated in values:
             values[name] = not values.pop(negated)

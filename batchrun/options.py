@@ -116,6 +116,8 @@ class RunOptions:
     keep_columns: tuple[str, ...] | None = None
     """None keeps all input columns."""
     return_token_ids: bool = False
+    profile: Path | None = None
+    """Parquet file for the step table; None measures nothing."""
 
     def __post_init__(self) -> None:
         checks = (

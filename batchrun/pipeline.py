@@ -28,6 +28,7 @@ from batchrun.ledger import WorkFolder
 from batchrun.metrics import latency_columns
 from batchrun.options import RunOptions
 from batchrun.planning import JobPlan, KVSize, make_plan, take
+from batchrun.profile import ProfileWriter, check_profile
 from batchrun.progress import Progress
 from batchrun.render import Renderer, check, template_columns
 from batchrun.results import ResultRow, error_row, result_schema
@@ -97,6 +98,8 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
         "overwrite": options.overwrite,
     }
     check_output(options.output, **place)
+    if options.profile is not None:
+        check_profile(options.profile, options.overwrite, [options.output, *map(Path, source.paths)])
     found = resolve_model(options.model)
     config, tokenizer = load_tokenizer(found)
     check(options.prompt, tokenizer.chat_template, source.schema.names, reader.messages_column is not None)
@@ -264,8 +267,9 @@ class _Job:
         self._progress.phase("running")
         # The wall clock is read once: a clock that is set during the run moves no row's times.
         zero = datetime.now(UTC)
+        profile = None if self._options.profile is None else ProfileWriter(self._options.profile)
         try:
-            for completions in engine.run(plan.prompts, plan.trie, plan.order):
+            for completions in engine.run(plan.prompts, plan.trie, plan.order, profile.add if profile else None):
                 for completion in completions:
                     for row in _results(completion, plan, zero, self._work.run_id):
                         self._add(row)
@@ -277,6 +281,9 @@ class _Job:
         except Exception:
             self._writer.flush()
             raise
+        finally:
+            if profile:
+                profile.close()
 
     def _add(self, row: ResultRow) -> None:
         if (row.row_index, row.sample) in self._done:

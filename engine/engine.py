@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from batchrun.engine.config import EngineConfig
 from batchrun.engine.loader import LoadedModel
@@ -12,6 +13,7 @@ from batchrun.engine.sampling_params import SamplingParams
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence, Status
 from batchrun.engine.step import StepPlan
+from batchrun.engine.step_profile import StepProfiler, StepRecord
 from batchrun.engine.stopping import StopChecker
 from batchrun.prefix_cache.order import RowOrder
 from batchrun.prefix_cache.radix import Node
@@ -39,11 +41,14 @@ class Engine:
         self._sampler = Sampler(config.job_seed, model.config.vocab_size)
         self._eos_ids = frozenset(model.config.eos_ids)
 
-    def run(self, prompts: PromptSet, trie: Trie, order: RowOrder) -> Iterator[list[Completion]]:
+    def run(
+        self, prompts: PromptSet, trie: Trie, order: RowOrder, on_step: Callable[[StepRecord], None] | None = None
+    ) -> Iterator[list[Completion]]:
         """Yield after every step what it finished (maybe nothing). Greedy rows give the same tokens in any batch up to
         rounding; sampled rows draw from (seed, row, sample, position) alone.
 
-        Stopping early is closing the iterator. A row that cannot fit is a Completion with an error.
+        Stopping early is closing the iterator. A row that cannot fit is a Completion with an error. `on_step` gets the
+        profile of each step, which is measured only then.
         """
         self.stats = EngineStats()
 
@@ -52,24 +57,38 @@ class Engine:
 
         scheduler = Scheduler(prompts, trie, order, self.config, new_checker, self.stats)
         zero = self._clock()
+        profiler = StepProfiler(on_step) if on_step else None
+        part = profiler.part if profiler else _unmeasured
         while True:
             now = self._clock() - zero
-            if unfit := scheduler.admit():
+            if profiler:
+                profiler.begin(self.stats.steps, now)
+            with part("schedule"):
+                unfit = scheduler.admit()
+                step = None if unfit else scheduler.schedule(now)
+            if unfit:
                 yield self._refuse(scheduler, unfit)
                 continue
-            step = scheduler.schedule(now)
             if step is None:
                 return
-            logits = self._runner.execute(step)
-            takers = _takers(scheduler, step)
-            rows = [_sample_row(sequence) for _, sequence in takers]
-            tokens = self._sampler.sample(logits[[index for index, _ in takers]], rows) if takers else []
-            finished = self._collect(scheduler, takers, tokens, now, self._clock() - zero)
+            if profiler:
+                profiler.count(step, len(scheduler.running), scheduler.pool.used_pages * self.config.page_size)
+            with profiler.forward() if profiler else nullcontext():
+                logits = self._runner.execute(step)
+            with part("sample"):
+                takers = _takers(scheduler, step)
+                rows = [_sample_row(sequence) for _, sequence in takers]
+                tokens = self._sampler.sample(logits[[index for index, _ in takers]], rows) if takers else []
+            with part("collect"):
+                finished = self._collect(scheduler, takers, tokens, now, self._clock() - zero)
             self.running = len(scheduler.running)
             self.kv_used_share = scheduler.pool.used_pages / self.config.num_pages
             if self.config.check_integrity:
                 scheduler.check_integrity()
-            yield finished
+            with part("write"):
+                yield finished
+            if profiler:
+                profiler.end()
 
     def _collect(
         self, scheduler: Scheduler, takers: list[tuple[int, Sequence]], tokens: list[int | None], began: float, ended: float
@@ -99,6 +118,10 @@ class Engine:
         for sample in unfinished:
             scheduler.finish(sample)
         return [_failed(sample, message) for sample in unfinished]
+
+
+def _unmeasured(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _takers(scheduler: Scheduler, step: StepPlan) -> list[tuple[int, Sequence]]:

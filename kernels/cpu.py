@@ -125,10 +125,7 @@ def pack_linear(weight: torch.Tensor) -> "PackedLinear | torch.Tensor":
 
 
 def linear(x: torch.Tensor, weight: "PackedLinear | torch.Tensor") -> torch.Tensor:
-    """x [..., in] times the transpose of weight [out, in] -> [..., out] in x's dtype.
-
-    `weight` is a tensor or what `pack_linear` made of it. No bias.
-    """
+    """The contract is in `ops.linear`."""
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight)
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.blocked, None, "none", [], "")

@@ -5,8 +5,9 @@ from typing import Literal, TypeAlias
 import torch
 
 from batchrun.kernels import cpu, cpu_attention, cpu_plan, native, native_elementwise, native_plan, native_pool
-from batchrun.kernels.cpu import PackedLinear, linear, pack_linear, rotary
+from batchrun.kernels.cpu import PackedLinear, pack_linear, rotary
 from batchrun.kernels.spec import PAGE_SIZE, AttentionItem, KVConfig
+from batchrun.kernels.timing import timed, timing
 
 __all__ = [
     "AttentionItem",
@@ -28,6 +29,7 @@ __all__ = [
     "rotary",
     "rotate_and_write",
     "silu_mul",
+    "timing",
     "write_kv",
 ]
 
@@ -93,6 +95,7 @@ def write_kv(kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: t
         cpu.write_kv(kv, layer, k, v, slots)
 
 
+@timed("rotary")
 def rotate_and_write(
     kv: KVCache, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
@@ -122,6 +125,7 @@ def copy_kv(kv: KVCache, source_slots: torch.Tensor, target_slots: torch.Tensor)
         cpu.copy_kv(kv, source_slots, target_slots)
 
 
+@timed("plan")
 def build_plan(kv: KVCache, items: list[AttentionItem], num_tokens: int) -> AttentionPlan:
     """Prepare the attention of a step of `num_tokens` tokens.
 
@@ -136,6 +140,7 @@ def build_plan(kv: KVCache, items: list[AttentionItem], num_tokens: int) -> Atte
     return cpu_plan.build_plan(kv, items, num_tokens)
 
 
+@timed("plan")
 def advance_plan(plan: AttentionPlan) -> None:
     """Move a plan of decoding rows to the next step: each causal item with one query gets one more key.
 
@@ -150,6 +155,7 @@ def advance_plan(plan: AttentionPlan) -> None:
         cpu_plan.advance_plan(plan)
 
 
+@timed("attention")
 def attend(kv: KVCache, layer: int, q: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     """Attention of the step's tokens in one layer; scale 1/sqrt(head_dim), partial results merged in float32.
 
@@ -163,6 +169,15 @@ def attend(kv: KVCache, layer: int, q: torch.Tensor, plan: AttentionPlan) -> tor
     return cpu_attention.attend(kv, layer, q, plan)
 
 
+@timed("linear")
+def linear(x: torch.Tensor, weight: PackedLinear | torch.Tensor) -> torch.Tensor:
+    """x [..., in] times the transpose of weight [out, in] -> [..., out] in x's dtype.
+
+    `weight` is a tensor or what `pack_linear` made of it. No bias.
+    """
+    return cpu.linear(x, weight)
+
+
 def _kernel_for(*tensors: torch.Tensor) -> native.Native | None:
     """The compiled kernel if it computes these tensors, without which torch does. Batches of any size are treated alike."""
     if _choice == "torch" or not native_elementwise.suits(*tensors):
@@ -174,12 +189,14 @@ def _kernel_for(*tensors: torch.Tensor) -> native.Native | None:
     return None
 
 
+@timed("elementwise")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; computed in float32, result in x's dtype."""
     kernel = _kernel_for(x, weight)
     return native_elementwise.rms_norm(kernel, x, weight, eps) if kernel else cpu.rms_norm(x, weight, eps)
 
 
+@timed("elementwise")
 def rms_norm_residual(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,6 +210,7 @@ def rms_norm_residual(
     return cpu.rms_norm_residual(x, residual, weight, eps)
 
 
+@timed("elementwise")
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of gate_up [..., 2 * I], gate first -> [..., I]; silu is rounded to gate_up's dtype before the product."""
     kernel = _kernel_for(gate_up)

@@ -39,6 +39,7 @@ from batchrun.options import PromptOptions, RunOptions
 @click.option("--output-prefix", default="", metavar="TEXT", help="Put before the name of every column that is added.")
 @click.option("--keep-columns", type=parse_names, metavar="A,B", help="Input columns to carry over.  [default: all]")
 @click.option("--return-token-ids", is_flag=True, help="Add the column `output_ids`.")
+@click.option("--profile", type=Path, metavar="FILE", help="Write what each engine step did and where its time went: Parquet.")
 @click.option("--summary-json", is_flag=True, help="Print the summary as one line of JSON on standard output.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on standard error.")
 def run_command(

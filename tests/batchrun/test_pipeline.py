@@ -213,3 +213,37 @@ def test_template_that_breaks_its_own_json_costs_the_row(job: Job) -> None:
     rows = rows_of(job.run({"q": ["hello", 'say "hello"', "[1, 2]"]}, prompt=PromptOptions(template=template)))
     assert [row["error"] is None for row in rows] == [True, False, True]
     assert "tojson" in rows[1]["error"]
+
+
+def test_profile_counts_every_token_and_names_where_the_time_went(job: Job) -> None:
+    profile = job.folder / "steps.parquet"
+    summary = job.run({"prompt": ["one two", "one three", "four"]}, profile=profile).summary
+    steps = pq.read_table(profile).to_pydict()
+    assert steps["step"] == list(range(summary["steps"]))
+    assert sum(steps["prompt_tokens"]) == summary["computed_prompt_tokens"]
+    assert sum(steps["logit_rows"]) == summary["output_tokens"]
+    assert sum(steps["output_tokens"]) == summary["output_tokens"] - 3, "the first token of each row comes from its prompt"
+    assert steps["rows"][0] == 3
+    assert min(*steps["kv_tokens"], *steps["segments"]) > 0
+    for part in ("schedule", "linear", "attention", "elementwise", "rotary", "forward_other", "sample", "collect", "write"):
+        assert min(steps[f"{part}_s"]) > 0, f"no seconds in {part}"
+    measured = sum(sum(column) for name, column in steps.items() if name.endswith("_s") and name != "started_s")
+    assert 0 < measured <= summary["run_s"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("steps.csv", "ends in .parquet"),
+        ("missing/steps.parquet", "there is no folder"),
+        ("input.parquet", "an input or the output"),
+        ("out.parquet", "an input or the output"),
+        ("old.parquet", "exists already"),
+    ],
+)
+def test_a_profile_that_cannot_be_written_is_refused_before_anything_is_made(job: Job, name: str, message: str) -> None:
+    (job.folder / "old.parquet").write_bytes(b"kept")
+    with pytest.raises(Refused, match=message):
+        job.run({"prompt": ["one"]}, profile=job.folder / name)
+    assert (job.folder / "old.parquet").read_bytes() == b"kept"
+    assert sorted(path.name for path in job.folder.iterdir()) == ["input.parquet", "old.parquet"]
