@@ -164,9 +164,10 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
     prompts, copies = _one_sample_when_greedy(prompts)
     repeated = int((copies > 1).sum())
     while True:
-        representative = _representatives(prompts, limits)
+        trie = build_trie(prompts.tokens, prompts.begin, prompts.length, shared=limits.prefix_cache)
+        representative = _representatives(trie, prompts, limits)
         kept = representative == np.arange(len(prompts))
-        layout = _lay_out(take(prompts, kept), limits.prefix_cache, kv.page_size)
+        layout = _lay_out(take(prompts, kept), trie.keep_rows(kept), kv.page_size)
         most_pages = fixed_pages or _most_pages(layout, kv)
         local = (np.cumsum(kept) - 1)[representative]
         unfit = (layout.pages > most_pages)[local]
@@ -239,8 +240,12 @@ def _within_context(prompts: PromptSet, max_context: int) -> tuple[PromptSet, li
     max_tokens = np.array([params.max_tokens for params in prompts.params_table], np.int64)[prompts.params_id]
     room = max_context - prompts.length.astype(np.int64)
     params_id, table = prompts.params_id.copy(), ParamsTable(prompts.params_table)
-    for row in np.flatnonzero(max_tokens > room).tolist():
-        params_id[row] = table.add(replace(prompts.params(row), max_tokens=int(room[row])))
+    cut = np.flatnonzero(max_tokens > room)
+    # Of a million rows that ask for more than there is room for, few differ in settings and room.
+    span = max_context + 1
+    kinds, kind = np.unique(params_id[cut] * np.int64(span) + room[cut], return_inverse=True)
+    new = [table.add(replace(prompts.params_table[at // span], max_tokens=at % span)) for at in kinds.tolist()]
+    params_id[cut] = np.array(new, np.int32)[kind]
     return replace(prompts, params_id=params_id, params_table=table.table), errors
 
 
@@ -252,12 +257,12 @@ def _one_sample_when_greedy(prompts: PromptSet) -> tuple[PromptSet, Int32Array]:
     return replace(prompts, params_id=np.array(number, np.int32)[prompts.params_id], params_table=single.table), copies
 
 
-def _representatives(prompts: PromptSet, limits: Limits) -> Int64Array:
+def _representatives(trie: Trie, prompts: PromptSet, limits: Limits) -> Int64Array:
     """Row -> the first row with equal tokens and equal greedy settings; itself when dedupe is off or it draws."""
     if not (limits.dedupe and limits.prefix_cache):
         return np.arange(len(prompts), dtype=np.int64)
     greedy = np.array([params.greedy for params in prompts.params_table], bool)[prompts.params_id]
-    return find_duplicates(prompts.tokens, prompts.begin, prompts.length, prompts.params_id.astype(np.int64), greedy)
+    return find_duplicates(trie, prompts.params_id.astype(np.int64), greedy)
 
 
 @dataclass(frozen=True)
@@ -283,8 +288,7 @@ class Layout:
         return self.path_pages + self.output_pages
 
 
-def _lay_out(prompts: PromptSet, shared: bool, page_size: int) -> Layout:
-    trie = build_trie(prompts.tokens, prompts.begin, prompts.length, shared=shared)
+def _lay_out(prompts: PromptSet, trie: Trie, page_size: int) -> Layout:
     node_pages = -(-(trie.end.astype(np.int64) - trie.start) // page_size)
     path_pages = pages_for_path(trie, page_size)
     max_tokens = np.array([params.max_tokens for params in prompts.params_table], np.int64)[prompts.params_id]
@@ -322,7 +326,8 @@ def _walk(layout: Layout, order: RowOrder, depth_first: bool, max_running: int) 
     path, output = layout.path_pages[rows], layout.output_pages[rows] * slots
     new = np.zeros(len(rows), np.int64)
     if depth_first:
-        np.add.at(new, _first_use(layout.trie, order)[1:], layout.node_pages[1:])  # the root has no pages
+        first_use = layout.trie.over_rows(np.minimum, order.position)  # of each node
+        np.add.at(new, first_use[1:], layout.node_pages[1:])  # the root has no pages
     else:
         new += path
     return _Walk(path, output, slots, np.append(0, np.cumsum(new + output)))
@@ -351,13 +356,6 @@ def rows_side_by_side(plan: JobPlan, pages: int, depth_first: bool) -> int:
     # Windows that the end of the job cuts short say nothing, unless all of it fits.
     full = np.flatnonzero(end < len(walk.path)) if end[0] < len(walk.path) else np.array([0])
     return int(np.mean(np.maximum(num_samples[end[full]] - num_samples[full], 0)))
-
-
-def _first_use(trie: Trie, order: RowOrder) -> Int64Array:
-    """[nodes], the place in the order of the first row that needs the node."""
-    places = np.append(order.position[trie.sorted_rows], trie.num_rows)
-    bounds = np.stack([trie.row_lo, trie.row_hi], axis=1).ravel()
-    return np.asarray(np.minimum.reduceat(places, bounds)[::2], np.int64)
 
 
 def _never_fits(prompts: PromptSet, row: int, pages: int, pool_pages: int, kv: KVSize) -> RowError:

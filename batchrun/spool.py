@@ -8,6 +8,9 @@ import numpy.typing as npt
 
 from batchrun.disk import writing
 
+TOKENS_FILE = "tokens.bin"
+LENGTHS_FILE = "lengths.bin"
+
 
 class SpooledTokens(NamedTuple):
     """Row i is tokens[begin[i]:begin[i] + length[i]]; a row in error has length 0."""
@@ -20,6 +23,17 @@ class SpooledTokens(NamedTuple):
     """[rows]"""
 
 
+def open_spool(folder: Path) -> SpooledTokens:
+    """What a closed TokenSpool left in `folder`, mapped."""
+    length = np.fromfile(folder / LENGTHS_FILE, dtype="<i4").astype(np.int32, copy=False)
+    begin = np.zeros(len(length), dtype=np.int64)
+    np.cumsum(length[:-1], dtype=np.int64, out=begin[1:])
+    total = int(length.sum(dtype=np.int64))
+    # An empty file cannot be mapped.
+    tokens = np.memmap(folder / TOKENS_FILE, dtype="<i4", mode="r", shape=(total,)) if total else np.empty(0, dtype=np.int32)
+    return SpooledTokens(tokens, begin, length)
+
+
 class TokenSpool:
     """Appends rows to `tokens.bin` and their lengths to `lengths.bin` in `folder`; starts empty, whatever lies there.
 
@@ -28,8 +42,8 @@ class TokenSpool:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._tokens_path = folder / "tokens.bin"
-        self._lengths_path = folder / "lengths.bin"
+        self._tokens_path = folder / TOKENS_FILE
+        self._lengths_path = folder / LENGTHS_FILE
         with writing(self._tokens_path):
             self._tokens: BinaryIO = open(self._tokens_path, "wb", buffering=1 << 20)  # noqa: SIM115 - close() closes it
             self._lengths: BinaryIO = open(self._lengths_path, "wb", buffering=1 << 16)  # noqa: SIM115 - close() closes it
@@ -47,10 +61,4 @@ class TokenSpool:
         with writing(self._tokens_path):
             self._tokens.close()
             self._lengths.close()
-        length = np.fromfile(self._lengths_path, dtype="<i4").astype(np.int32, copy=False)
-        begin = np.zeros(len(length), dtype=np.int64)
-        np.cumsum(length[:-1], dtype=np.int64, out=begin[1:])
-        total = int(length.sum(dtype=np.int64))
-        # An empty file cannot be mapped.
-        tokens = np.memmap(self._tokens_path, dtype="<i4", mode="r", shape=(total,)) if total else np.empty(0, dtype=np.int32)
-        return SpooledTokens(tokens, begin, length)
+        return open_spool(self._tokens_path.parent)

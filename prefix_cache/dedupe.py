@@ -1,38 +1,24 @@
-"""Rows that would compute the same thing: found by hash, decided by their tokens."""
+"""Rows that would compute the same thing."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from batchrun.prefix_cache.trie import Int32Array, Int64Array
+from batchrun.prefix_cache.trie import Int64Array, Trie
 
 
-def find_duplicates(
-    tokens: Int32Array, begin: Int64Array, length: Int32Array, group: Int64Array, candidate: npt.NDArray[np.bool_]
-) -> Int64Array:
+def find_duplicates(trie: Trie, group: Int64Array, candidate: npt.NDArray[np.bool_]) -> Int64Array:
     """The first row equal to each row, itself when there is none before it: int64 [R].
 
-    Row i is `tokens[begin[i] : begin[i] + length[i]]`; int32, may be a memory map. Only candidates (bool [R]) of the same
-    `group` (int64 [R]: rows whose results depend on the tokens alone in the same way) compare equal.
+    Rows that end at one node of the trie (which must be a shared one) have the same tokens. Only candidates (bool [R]) of the
+    same `group` (int64 [R], >= 0: rows whose results depend on the tokens alone in the same way) compare equal.
     """
-    representative = np.arange(len(begin), dtype=np.int64)
+    representative = np.arange(trie.num_rows, dtype=np.int64)
     rows = np.flatnonzero(candidate)
-    firsts: dict[tuple[int, int, int], list[int]] = {}  # hash, group, length -> rows with distinct tokens
-    places = zip(rows.tolist(), begin[rows].tolist(), length[rows].tolist(), group[rows].tolist(), strict=True)
-    plain = np.asarray(tokens)  # slicing a memory map object is slow
-    for row, low, count, row_group in places:
-        ids = plain[low : low + count]
-        alike = firsts.setdefault((_hash(ids), row_group, count), [])
-        for first in alike:
-            if np.array_equal(plain[begin[first] : begin[first] + count], ids):
-                representative[row] = first
-                break
-        else:
-            alike.append(row)
+    kind = trie.row_node[rows] * (np.int64(1) + group.max(initial=0)) + group[rows]
+    by_kind = np.argsort(kind, kind="stable")  # of equal rows the first stays first
+    is_first = np.diff(kind[by_kind], prepend=-1) != 0
+    place_of_first = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    representative[rows[by_kind]] = rows[by_kind[place_of_first]]
     return representative
-
-
-def _hash(ids: Int32Array) -> int:
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids).data)

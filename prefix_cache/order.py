@@ -36,12 +36,13 @@ def order_rows(trie: Trie, expected_output: npt.NDArray[np.float64], order: Lite
     "plan": depth first; the rows that end at a node before its children; of siblings the one with the longest expected
     output beneath it first, ties by the smallest row number. "given": by row number.
     """
+    if not trie.num_rows:
+        return RowOrder(np.empty(0, np.int64), np.empty(0, np.int64), np.zeros(trie.num_nodes, np.int64))
     own = np.bincount(trie.row_node, minlength=trie.num_nodes).astype(np.int64)
-    longest, first_row = _best_beneath(trie, expected_output)
+    longest = trie.over_rows(np.maximum, expected_output)
+    first_row = trie.over_rows(np.minimum, np.arange(trie.num_rows, dtype=np.int64))
     siblings = np.lexsort((first_row[1:], -longest[1:], trie.parent[1:])) + 1  # siblings side by side, best first
-    subtree_end = np.searchsorted(trie.row_lo, trie.row_hi, side="left")  # preorder: a subtree is an interval of nodes
-    subtree_end[0] = trie.num_nodes
-    num_nodes = subtree_end - np.arange(trie.num_nodes)
+    num_nodes = trie.subtree_end - np.arange(trie.num_nodes)  # preorder: a subtree is an interval of nodes
     num_rows = trie.row_hi - trie.row_lo
     # A node comes after its parent and the siblings before it, its rows after its parent's own and those siblings'.
     node_step = _sum_of_earlier_siblings(trie.parent, siblings, num_nodes) + 1
@@ -58,21 +59,6 @@ def order_rows(trie: Trie, expected_output: npt.NDArray[np.float64], order: Lite
     rows = np.empty(trie.num_rows, np.int64)
     rows[position] = np.arange(trie.num_rows)
     return RowOrder(rows, position, node_rank)
-
-
-def _best_beneath(trie: Trie, expected_output: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], Int64Array]:
-    """Per node, the longest expected output and the smallest row number among the rows beneath it."""
-    longest = np.full(trie.num_nodes, -np.inf)
-    first_row = np.full(trie.num_nodes, trie.num_rows, np.int64)
-    np.maximum.at(longest, trie.row_node, expected_output)
-    np.minimum.at(first_row, trie.row_node, np.arange(trie.num_rows))
-    # Children come after their parents, so backwards each node is complete before it is passed on.
-    best, first, parents = longest.tolist(), first_row.tolist(), trie.parent.tolist()
-    for node in range(trie.num_nodes - 1, 0, -1):
-        parent = parents[node]
-        best[parent] = max(best[parent], best[node])
-        first[parent] = min(first[parent], first[node])
-    return np.array(best), np.array(first, np.int64)
 
 
 def _sum_of_earlier_siblings(parent: Int32Array, siblings: Int64Array, value: Int64Array) -> Int64Array:

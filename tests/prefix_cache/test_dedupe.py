@@ -1,61 +1,41 @@
-"""Duplicates are rows of equal tokens and equal group, whatever their hashes say."""
+"""Duplicates are rows of equal tokens and equal group."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrun.prefix_cache import dedupe
 from batchrun.prefix_cache.dedupe import find_duplicates
+from batchrun.prefix_cache.trie import build_trie
 
 ROWS = st.lists(
-    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=3), st.integers(0, 1), st.sampled_from([True, True, False])),
+    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=3), st.integers(0, 2), st.sampled_from([True, True, False])),
     max_size=20,
 )
 
 
-def duplicates_of(items):
-    length = np.array([len(row) for row, _, _ in items], np.int32)
-    return find_duplicates(
-        np.array([token for row, _, _ in items for token in row], np.int32),
-        np.cumsum(length, dtype=np.int64) - length,
-        length,
+def trie_of(rows):
+    length = np.array([len(row) for row in rows], np.int32)
+    tokens = np.array([token for row in rows for token in row], np.int32)
+    return build_trie(tokens, np.cumsum(length, dtype=np.int64) - length, length)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ROWS)
+def test_each_row_is_represented_by_the_first_equal_candidate(items):
+    representative = find_duplicates(
+        trie_of([row for row, _, _ in items]),
         np.array([group for _, group, _ in items], np.int64),
         np.array([candidate for _, _, candidate in items], bool),
     )
-
-
-def first_equal(items):
     firsts = {}
-    return [
+    assert representative.dtype == np.int64
+    assert representative.tolist() == [
         firsts.setdefault((tuple(row), group), index) if candidate else index
         for index, (row, group, candidate) in enumerate(items)
     ]
 
 
-@pytest.mark.parametrize("hashing", ["xxhash", "every hash collides"])
-def test_each_row_is_represented_by_the_first_equal_candidate(hashing, monkeypatch):
-    if hashing != "xxhash":
-        monkeypatch.setattr(dedupe, "_hash", lambda ids: 1)
-
-    @settings(max_examples=80, deadline=None)
-    @given(ROWS)
-    def check(items):
-        representative = duplicates_of(items)
-        assert representative.dtype == np.int64
-        assert representative.tolist() == first_equal(items)
-
-    check()
-
-
-def test_hash_tells_rows_apart_so_that_tokens_are_seldom_compared():
-    assert len({dedupe._hash(np.array(ids, np.int32)) for ids in ([1, 2], [2, 1], [1], [1, 2, 0])}) == 4
-
-
-def test_strided_tokens_are_hashed_by_value():
-    tokens = np.array([4, 0, 5, 0, 4, 0, 5, 0], np.int32)[::2]
-    everyone = np.array([True, True])
-    assert find_duplicates(tokens, np.array([0, 2]), np.array([2, 2], np.int32), np.zeros(2, np.int64), everyone).tolist() == [
-        0,
-        0,
-    ]
+@pytest.mark.parametrize("groups", [[0, 1], [2**40, 2**40 + 1]])
+def test_equal_tokens_of_two_groups_are_two_rows(groups):
+    assert find_duplicates(trie_of([[5], [5]]), np.array(groups), np.array([True, True])).tolist() == [0, 1]

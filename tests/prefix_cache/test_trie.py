@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchrun.prefix_cache import trie as trie_module
+from batchrun.prefix_cache import row_sort
 from batchrun.prefix_cache.trie import build_trie
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=25)
@@ -53,8 +53,8 @@ def assert_is_trie_of(trie, rows):
 
 @pytest.mark.parametrize("block_tokens", [1, 2, 3, 64])
 def test_trie_holds_each_prefix_once_and_rows_as_intervals(block_tokens, monkeypatch):
-    monkeypatch.setattr(trie_module, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(trie_module, "BATCH_ROWS", 4)
+    monkeypatch.setattr(row_sort, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(row_sort, "BATCH_ROWS", 4)
 
     @settings(max_examples=60, deadline=None)
     @given(ROWS)
