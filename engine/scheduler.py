@@ -230,7 +230,7 @@ class Scheduler:
         prompt_tokens = self._prefill_runs(runs, now)
         if not runs:
             return None
-        runs.sort(key=lambda run: run.tree_key)
+        runs.sort(key=lambda run: run.step_order)
         self.stats.steps += 1
         self.stats.decode_steps += prompt_tokens == 0
         self.stats.peak_kv_tokens = max(self.stats.peak_kv_tokens, self.pool.peak_used_pages * self.config.page_size)

@@ -1,13 +1,13 @@
 """What one engine step computes: plain numbers, no tensors. Emitted by the scheduler, executed by the runner.
 
 A step is a list of *query runs*: consecutive tokens of one tree node (prefill) or of one sequence's output (decode, or
-recomputation). Runs lie in depth-first order of the tree, so the runs beneath a node are an interval of the step's
-tokens, and the keys of a node are read once for all of them:
+recomputation). Short runs lie in depth-first order of the tree, so those beneath a node are an interval of the step's
+tokens, and the keys of a node are read once for all of them. Long runs come after them, each with all its keys at once:
 
-    step tokens   | node A | node B | row 1 | row 2 | node C | row 3 |
-    A's keys                |<--------- queries beneath A ----------->|
-    B's keys                         |<----------->|
-    own keys      |<------>|<------>|<----->|<----->|<------>|<----->|   each run causally behind itself
+    step tokens   | row 1 | row 2 | row 3 | node A        | node D        |
+    A's keys      |<-- queries beneath -->|
+    B's keys      |<------------->|
+    own keys      |<----->|<----->|<----->|<------------->|<- A's first ->|   each run causally behind itself
 """
 
 from collections.abc import Iterable
@@ -26,6 +26,9 @@ JOIN_PRIVATE_KEYS = 256
 instead of a call and a merge. Longer ones are read in place."""
 JOIN_SHARED_KEYS = 48
 """The same for nodes with several decoding rows beneath: keys x rows up to this are cheaper to read once per row."""
+LONG_RUN = 32
+"""Tokens from which a run takes the keys of all its ancestors for itself: it computes so much on a key that reading it
+once more costs nothing, while a partial result per token and ancestor does."""
 
 
 class QueryRun(NamedTuple):
@@ -46,6 +49,15 @@ class QueryRun(NamedTuple):
     """Whether the last token's logits are sampled from."""
     source: Node | Sequence
     """Whose tokens these are."""
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.token_ids) >= LONG_RUN
+
+    @property
+    def step_order(self) -> tuple[bool, tuple[int, int, int]]:
+        """Short runs first, each kind in depth-first order."""
+        return self.is_long, self.tree_key
 
 
 class KeySegment(NamedTuple):
@@ -104,10 +116,11 @@ def slots_between(runs: Iterable[PageRun], page_size: int, first: int, count: in
 
 
 def build_segments(runs: list[QueryRun], page_size: int) -> list[KeySegment]:
-    """The attention of a step, from its runs in depth-first order.
+    """The attention of a step, from its runs in step order.
 
-    A sweep with a stack: a node is open while consecutive runs lie beneath it and becomes one segment when it closes.
-    A short node above decoding rows is joined to their own keys instead (see JOIN_PRIVATE_KEYS).
+    A sweep with a stack: a node is open while consecutive short runs lie beneath it and becomes one segment when it closes.
+    A short node above decoding rows is joined to their own keys instead (see JOIN_PRIVATE_KEYS), all nodes above a long run
+    to that run's.
     """
     starts = np.cumsum([0] + [len(run.token_ids) for run in runs])
     segments: list[KeySegment] = []
@@ -126,6 +139,10 @@ def build_segments(runs: list[QueryRun], page_size: int) -> list[KeySegment]:
                 segments.append(KeySegment(low, high - low, spans, node.length, causal=False))
 
     for index, run in enumerate(runs):
+        if run.is_long:
+            close(0, index)
+            joined[index] = list(run.ancestors)
+            continue
         common = 0
         for (node, _), ancestor in zip(stack, run.ancestors, strict=False):
             if node is not ancestor:

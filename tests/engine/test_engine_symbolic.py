@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchrun.engine import engine as engine_module
+from batchrun.engine import step as step_module
 from batchrun.engine.config import EngineConfig
 from batchrun.engine.engine import Engine
 from batchrun.engine.outputs import Completion, PromptSet
@@ -136,6 +137,7 @@ PROMPTS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=24), min_siz
     pool=st.sampled_from([(33, 1), (40, 1), (300, 1), (20, 4), (64, 4)]),
     chunk=st.sampled_from([1, 5, 64]),
     running=st.sampled_from([1, 3, 50]),
+    long_run=st.sampled_from([1, 3, 32]),
 )
 def test_every_row_equals_itself_alone_whatever_the_batch(
     prompts: list[list[int]],
@@ -147,8 +149,10 @@ def test_every_row_equals_itself_alone_whatever_the_batch(
     pool: tuple[int, int],
     chunk: int,
     running: int,
+    long_run: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "LONG_RUN", long_run)
         outcome = run(
             patch, prompts, lengths[: len(prompts)], order=order, shared=shared, n=n, num_pages=pool[0], page_size=pool[1],
             chunk_tokens=chunk, max_running=running, reserve_output=reserve,
@@ -230,3 +234,20 @@ def test_keys_of_a_node_are_read_once_while_rows_decode_and_prefill_beneath_it(m
     assert {key: c.output_ids for key, c in outcome.completions.items()} == {
         (row, 0): alone(prompt, 12) for row, prompt in enumerate(prompts)
     }
+
+
+def test_a_long_run_has_one_segment_and_the_short_ones_share_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments: list[list[KeySegment]] = []
+
+    class Recorder(SymbolicRunner):
+        def execute(self, step: StepPlan) -> torch.Tensor:
+            segments.append(step.segments or [])
+            return super().execute(step)
+
+    monkeypatch.setattr(f"{__name__}.SymbolicRunner", Recorder)
+    prompts = [[1] * 64 + [2 + row % 2] * 40 + [4 + row] * 2 for row in range(4)]
+    run(monkeypatch, prompts, [1] * 4, num_pages=400, chunk_tokens=400)
+    (step,) = segments
+    sizes = sorted((segment.query_count, segment.num_keys, segment.causal) for segment in step)
+    ends, shared, long = [(2, 2, True)] * 4, [(4, 40, False)] * 2 + [(8, 64, False)], [(40, 104, True)] * 2 + [(64, 64, True)]
+    assert sizes == sorted(ends + shared + long)
