@@ -49,26 +49,33 @@ def test_rows_that_share_several_blocks_up_to_the_end_of_the_file():
     assert_sorted(rows[::-1])
 
 
-@pytest.fixture
-def compared_tokens(monkeypatch):
-    """Tokens of each call that reads a block."""
+def counting(monkeypatch, function, count):
+    """What each call of a function of the module counts for, by its arguments."""
     calls = []
-    inner = row_sort._block
+    inner = getattr(row_sort, function)
 
-    def counted(tokens, at):
-        calls.append(len(at) * row_sort.BLOCK_TOKENS)
-        return inner(tokens, at)
+    def counted(*args):
+        calls.append(count(*args))
+        return inner(*args)
 
-    monkeypatch.setattr(row_sort, "_block", counted)
+    monkeypatch.setattr(row_sort, function, counted)
     return calls
 
 
+@pytest.fixture
+def compared_tokens(monkeypatch):
+    return counting(monkeypatch, "_block", lambda _tokens, at: len(at) * row_sort.BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("tail", [[], [7]])
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_staircase_of_prefixes_takes_a_logarithm_of_rounds(order, compared_tokens):
-    # Each row is the beginning of the next: a pivot that is always the shortest would take a round per row.
-    rows = [[5] * count for count in range(1, 1025)][::order]
+def test_a_staircase_takes_a_logarithm_of_rounds(order, tail, monkeypatch, compared_tokens):
+    # Each row parts from all longer ones: with the shortest as the pivot it would be a round per row.
+    rows = [[5] * count + tail for count in range(1, 1025)][::order]
+    rounds = counting(monkeypatch, "_draw", lambda *_: 1)
     assert_sorted(rows)
-    assert sum(compared_tokens) < 30 * sum(map(len, rows)), "two rows a comparison, and about log2(1024) rounds"
+    assert len(rounds) < 40, "about 2 ln(1024)"
+    assert sum(compared_tokens) < 30 * sum(map(len, rows)), "two rows a comparison, in each round"
 
 
 def test_a_token_is_compared_once_however_many_rows_share_it(compared_tokens):
