@@ -112,3 +112,32 @@ def test_empty_row_and_negative_id_are_refused():
 def test_path_sums_add_up_from_the_root():
     trie = build_trie(*columns([[1, 2, 3], [1, 2], [1, 4]]))
     assert trie.path_sums((trie.end - trie.start).astype(np.int64)).tolist() == trie.end.tolist()
+
+
+@settings(max_examples=80, deadline=None)
+@given(ROWS.filter(bool), st.randoms(use_true_random=False))
+def test_per_node_figures_by_brute_force(rows, draw):
+    trie = build_trie(*columns(rows))
+    value = np.array([draw.randint(-9, 9) for _ in rows])
+    of_node = np.array([draw.randint(-(2**40), 2**40) for _ in range(trie.num_nodes)], np.int64)
+    paths = [[0, *trie.path(row)] for row in range(len(rows))]
+    for node in range(trie.num_nodes):
+        beneath = [row for row, path in enumerate(paths) if node in path]
+        assert trie.over_rows(np.minimum, value)[node] == value[beneath].min()
+        assert trie.over_rows(np.maximum, value)[node] == value[beneath].max()
+        path = paths[beneath[0]]
+        assert trie.path_sums(of_node)[node] == of_node[path[: path.index(node) + 1]].sum()
+        below = {other for row in beneath for other in paths[row][paths[row].index(node) :]}
+        assert set(range(node, trie.subtree_end[node])) == below
+
+
+@settings(max_examples=80, deadline=None)
+@given(ROWS, st.randoms(use_true_random=False))
+def test_without_some_duplicates_it_is_the_trie_of_the_other_rows(rows, draw):
+    kept = [rows.index(row) == place or draw.random() < 0.5 for place, row in enumerate(rows)]
+    trie = build_trie(*columns(rows)).keep_rows(np.array(kept, bool))
+    expected = build_trie(*columns([row for row, keep in zip(rows, kept, strict=True) if keep]))
+    for name in ("parent", "start", "end", "row_lo", "row_hi", "sorted_rows", "row_node"):
+        got, wanted = getattr(trie, name), getattr(expected, name)
+        assert got.dtype == wanted.dtype
+        assert got.tolist() == wanted.tolist()
