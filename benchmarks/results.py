@@ -98,9 +98,11 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def save(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Write result rows with the machine's columns to a Parquet file, when there is a path."""
+def save(rows: list[dict[str, Any]], path: Path | None, say: bool = True) -> None:
+    """Write result rows with the machine's columns to a Parquet file, when there is a path; columns that a row lacks are null."""
     if path is not None and rows:
         here = machine()
-        pq.write_table(pa.Table.from_pylist([{**row, **here} for row in rows]), path)
-        print(f"wrote {path}")
+        names = dict.fromkeys(name for row in rows for name in row)
+        pq.write_table(pa.Table.from_pylist([{**dict.fromkeys(names), **row, **here} for row in rows]), path)
+        if say:
+            print(f"wrote {path}")
