@@ -1,4 +1,4 @@
-"""The wheel: built, looked into, installed in a clean environment and used from another folder (`make wheel-check`)."""
+"""The wheel and the editable install: made, put into a clean environment and used from other folders (`make wheel-check`)."""
 
 import os
 import shutil
@@ -63,3 +63,19 @@ def test_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path) -
     assert built.split(":")[0] == native_status().split(":")[0]
     shown = check(tmp_path / "venv" / "bin" / "batchrun", "--help", cwd=tmp_path, env=environment)
     assert "run" in shown
+
+
+def test_editable_install_works_from_the_folder_that_holds_the_clone(tmp_path: Path) -> None:
+    """There the clone's own folder, named batchrun and without an `__init__.py`, comes before everything that is installed."""
+    shutil.copytree(ROOT, tmp_path / "batchrun", symlinks=True, ignore=LEFT_OUT)
+    check(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    install = ("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--editable", tmp_path / "batchrun")
+    check(python, "-m", "pip", *install, env=environment)
+    (tmp_path / "elsewhere").mkdir()
+    for folder in (tmp_path, tmp_path / "batchrun", tmp_path / "elsewhere"):
+        code = "import batchrun, batchrun.engine; print(batchrun.__file__, batchrun.run.__name__)"
+        found = check(python, "-c", code, cwd=folder, env=environment).split()
+        assert found == [str(tmp_path / "batchrun" / "batchrun" / "__init__.py"), "run"]
+        assert check(python, "-m", "batchrun", "--version", cwd=folder, env=environment).startswith("batchrun ")
