@@ -34,7 +34,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: StepPlan) -> torch.Tensor:
-        """Write the step's keys and values; return float32 logits [len(step.logit_rows), vocab] on the CPU."""
+        """Write the step's keys and values; return logits [len(step.logit_rows), vocab] in the model's dtype, on the CPU."""
         if step.segments is None:
             assert self._attention is not None, "the first step has segments"
             ops.advance_plan(self._attention)

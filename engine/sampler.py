@@ -9,12 +9,12 @@ import torch
 
 from batchrun.engine.philox import uniforms
 from batchrun.engine.sampling_params import MAX_SEED, SamplingParams
+from batchrun.kernels import ops
 
 _SEEDED = 1 << 31  # top bit of a counter's second word: row indices stay below 2^63, so the two kinds of row never meet
 _MIN_TEMPERATURE = 1e-30  # float32 must not flush a temperature to 0; any gap of logits divided by this is infinite anyway
 _CHUNK_ELEMENTS = 1 << 24  # logits copied and worked on at once, 64 MiB of float32
 _FIRST_CANDIDATES = 128  # top-p alone: most rows' nucleus is smaller, and a full sort costs a hundred times as much
-_BLOCK = 64  # width of the first level of the search in the cumulative weights
 
 
 class SampleRow(NamedTuple):
@@ -60,73 +60,80 @@ class Sampler:
             raise ValueError(f"--seed is {job_seed}: it must be between 0 and 2^63 - 1")
         self.job_seed = job_seed
         self.vocab_size = vocab_size
-        self._scale = 2.0 ** (53 - (vocab_size - 1).bit_length())
+        self._scale = ops.weight_scale(vocab_size)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
         """The next token of each row.
 
         Args:
-            logits: float32 [R, vocab_size], on any device; not changed.
+            logits: [R, vocab_size], any floating dtype, on any device; not changed. All arithmetic is float32 or wider.
             rows: R rows, in the order of the logits.
 
         Returns:
             R token ids; None where the row's logits are not finite.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} for {len(rows)} rows of {self.vocab_size}"
-        assert logits.dtype == torch.float32, logits.dtype
         if not rows:
             return []
-        best = logits.argmax(dim=-1)
-        # argmax takes NaN for the largest, so the value there tells all three kinds of bad row.
-        finite = logits.gather(1, best[:, None]).isfinite().flatten().tolist()
+        best, fine = ops.best(logits)
+        finite = fine.tolist()
         chosen = [token if fine else None for token, fine in zip(best.tolist(), finite, strict=True)]
-        rest = [i for i, row in enumerate(rows) if finite[i] and (row.params.penalised or not row.params.greedy)]
         # Rows that need the same steps go together, which cannot change a result: no step mixes rows.
-        for needs in (_truncated, _untruncated, _greedy):
-            group = [i for i in rest if needs(rows[i].params)]
+        groups: dict[tuple[bool, bool, bool], list[int]] = {}
+        for i, row in enumerate(rows):
+            params = row.params
+            if finite[i] and (params.penalised or not params.greedy):
+                groups.setdefault((params.penalised, params.greedy, _truncated(params)), []).append(i)
+        for group in groups.values():
             for chunk in _chunks(group, max(1, _CHUNK_ELEMENTS // self.vocab_size)):
-                scores = logits[chunk]  # a copy, changed in place from here on
-                members = [rows[i] for i in chunk]
-                for scores_of_row, row in zip(scores, members, strict=True):
-                    if row.params.penalised:
-                        _penalise(scores_of_row, row)
-                tokens = scores.argmax(dim=-1) if needs is _greedy else self._draw(scores, members, needs is _truncated)
+                tokens = self._choose(logits, best, torch.tensor(chunk, device=logits.device), [rows[i] for i in chunk])
                 for i, token in zip(chunk, tokens.tolist(), strict=True):
                     chosen[i] = token
         return chosen
 
-    def _draw(self, scores: torch.Tensor, rows: Sequence[SampleRow], truncated: bool) -> torch.Tensor:
-        """int64 [N] tokens drawn from scores, float32 [N, V], which are overwritten."""
-        device = scores.device
-        # The maximum is taken off before the division, so that no temperature can overflow.
-        scores.sub_(scores.amax(dim=-1, keepdim=True))
-        scores.div_(_column([max(row.params.temperature, _MIN_TEMPERATURE) for row in rows], torch.float32, device))
+    def _choose(self, logits: torch.Tensor, best: torch.Tensor, which: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        """int64 [N]: the tokens of rows `which` of the logits, all of the same needs; best, int64 [R], are the likeliest."""
+        params, device = rows[0].params, logits.device
+        if params.penalised:
+            logits, which = logits[which].float(), torch.arange(len(rows), device=device)
+            for scores, row in zip(logits, rows, strict=True):
+                _penalise(scores, row)
+            best = ops.best(logits)[0]
+            if params.greedy:
+                return best
+        place = best[which]
+        temperature = _column([max(row.params.temperature, _MIN_TEMPERATURE) for row in rows], torch.float32, device)
+        min_p = _column([row.params.min_p for row in rows], torch.float32, device)
         uniform = _column(self._uniforms(rows), torch.float64, device)
-        least = _column([row.params.min_p for row in rows], torch.float32, device) * self._scale
-        if truncated:
-            return self._draw_truncated(scores, rows, uniform, least)
-        weights = self._weights(scores)
-        weights.masked_fill_(weights < least, 0.0)
-        return _invert(weights, uniform)
+        if not _truncated(params):
+            return ops.draw(logits, which, place, temperature.flatten(), min_p.flatten(), uniform.flatten())
+        scores = logits[which].float()
+        # The maximum is taken off before the division, so that no temperature can overflow.
+        scores.sub_(scores.gather(1, place[:, None])).div_(temperature)
+        return self._draw_truncated(scores, rows, uniform, min_p * self._scale)
 
     def _draw_truncated(
         self, scores: torch.Tensor, rows: Sequence[SampleRow], uniform: torch.Tensor, least: torch.Tensor
     ) -> torch.Tensor:
-        """As _draw, from top-k and top-p's candidates, found without a full sort unless a row keeps very many."""
+        """int64 [N] tokens drawn from top-k and top-p's candidates, found without a full sort unless a row keeps very many.
+
+        scores: float32 [N, V], divided by the temperature, 0 for the most likely token.
+        """
         vocab_size, device = self.vocab_size, scores.device
         limits = [min(row.params.top_k or vocab_size, vocab_size) for row in rows]
         top_k = _column(limits, torch.int64, device)
         top_p = _column([row.params.top_p for row in rows], torch.float64, device)
         total = torch.zeros_like(top_p)
         if vocab_size in limits:
-            total = _blocks(self._weights(scores.clone()))[1][:, -1:]
+            total = ops.block_sums(ops.whole_weights(scores.clone(), self._scale))[1][:, -1:]
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=device)
         todo = torch.arange(len(rows), device=device)
         width = min(vocab_size, max([_FIRST_CANDIDATES, *(2 * limit for limit in limits if limit < vocab_size)]))
         while len(todo):
             values, ids = _ranked(scores[todo], width)
-            weights = self._weights(values.clone())
+            weights = ops.whole_weights(values.clone(), self._scale)
+            negligible = weights[:, -1] == 0.0
             weights.masked_fill_(torch.arange(width, device=device) >= top_k[todo], 0.0)
             cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
             mass = torch.where(top_k[todo] < vocab_size, cumulative[:, -1:], total[todo])
@@ -134,19 +141,15 @@ class Sampler:
             keep &= torch.arange(width, device=device) < top_k[todo]
             # Certain once the last token kept beats the last candidate: then all its equals are candidates too.
             last = values.gather(1, keep.sum(dim=-1, keepdim=True) - 1)
-            certain = (last > values[:, -1:]).flatten() | (self._weights(values[:, -1].clone()) == 0.0)
+            certain = (last > values[:, -1:]).flatten() | negligible
             if width == vocab_size:
                 certain.fill_(True)
             weights.masked_fill_(~keep | (weights < least[todo]), 0.0)
-            drawn = ids.gather(1, _invert(weights, uniform[todo])[:, None]).flatten()
+            drawn = ids.gather(1, ops.invert(weights, uniform[todo].flatten())[:, None]).flatten()
             tokens[todo[certain]] = drawn[certain]
             todo = todo[~certain]
             width = min(vocab_size, 8 * width)
         return tokens
-
-    def _weights(self, scores: torch.Tensor) -> torch.Tensor:
-        """Whole numbers proportional to the probabilities, in place; scores are <= 0 and 0 for the most likely token."""
-        return scores.exp_().mul_(self._scale).round_()
 
     def _uniforms(self, rows: Sequence[SampleRow]) -> npt.NDArray[np.float64]:
         counter, key = np.empty((len(rows), 4), np.uint32), np.empty((len(rows), 2), np.uint32)
@@ -160,14 +163,6 @@ class Sampler:
 
 def _truncated(params: SamplingParams) -> bool:
     return not params.greedy and (params.top_k > 0 or params.top_p < 1.0)
-
-
-def _untruncated(params: SamplingParams) -> bool:
-    return not params.greedy and not _truncated(params)
-
-
-def _greedy(params: SamplingParams) -> bool:
-    return params.greedy
 
 
 def _chunks(items: list[int], size: int) -> Iterable[list[int]]:
@@ -208,25 +203,3 @@ def _ranked(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tenso
     key = (values.abs().view(torch.int32).to(torch.int64) << 32) | ids
     rank = key.argsort(dim=-1)
     return values.gather(1, rank), ids.gather(1, rank)
-
-
-def _blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [N, W] in blocks of 64 [N, B, 64], the last one filled up with zeros; running sums of blocks, float64 [N, B]."""
-    rows, width = weights.shape
-    if width % _BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, _BLOCK - width % _BLOCK))
-    blocks = weights.view(rows, -1, _BLOCK)
-    return blocks, blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """int64 [N]: where `uniform` [N, 1] of the mass of whole-number weights, float32 [N, W], lies."""
-    # Two levels, since a running sum over the whole vocabulary costs many times the sums of blocks.
-    blocks, bounds = _blocks(weights)
-    # Never the total itself: the largest uniform number is 1 - 2^-53, and that times any float64 rounds to less than it.
-    target = (uniform * bounds[:, -1:]).floor()
-    block = torch.searchsorted(bounds, target, right=True)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
-    before = torch.where(block > 0, bounds.gather(1, (block - 1).clamp(min=0)), 0.0)
-    offset = torch.searchsorted(inside, target - before, right=True)
-    return (block * _BLOCK + offset).flatten()

@@ -165,8 +165,14 @@ def _open(path: Path) -> Native:
         *(pointer, pointer, int64, int64, int32),
     ]
     library.batchrun_silu_mul.argtypes = [pointer, int64, pointer, int64, int64, int32]
-    for returns_nothing in (library.batchrun_attend, library.batchrun_rms_norm, library.batchrun_silu_mul):
-        returns_nothing.restype = None
+    library.batchrun_best.argtypes = [pointer, int64, int64, int64, pointer, pointer, int32]
+    library.batchrun_draw.argtypes = [
+        *(pointer, int64, int64),
+        *(pointer, pointer, pointer, pointer, pointer),
+        *(ctypes.c_float, int64, pointer, int32),
+    ]
+    for name in ("attend", "rms_norm", "silu_mul", "best", "draw"):
+        getattr(library, f"batchrun_{name}").restype = None
     for returns_slot in (library.batchrun_write_kv, library.batchrun_rotate_and_write, library.batchrun_move_kv):
         returns_slot.restype = int64
     return Native(library, path)

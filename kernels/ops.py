@@ -4,8 +4,19 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from batchrun.kernels import cpu, cpu_attention, cpu_plan, native, native_elementwise, native_plan, native_pool
+from batchrun.kernels import (
+    cpu,
+    cpu_attention,
+    cpu_plan,
+    native,
+    native_elementwise,
+    native_plan,
+    native_pool,
+    native_sampling,
+    sampling,
+)
 from batchrun.kernels.cpu import PackedLinear, pack_linear, rotary
+from batchrun.kernels.sampling import block_sums, invert, weight_scale, whole_weights
 from batchrun.kernels.spec import PAGE_SIZE, AttentionItem, KVConfig
 from batchrun.kernels.timing import timed, timing
 
@@ -18,8 +29,12 @@ __all__ = [
     "advance_plan",
     "allocate_kv",
     "attend",
+    "best",
+    "block_sums",
     "build_plan",
     "copy_kv",
+    "draw",
+    "invert",
     "linear",
     "native_status",
     "pack_linear",
@@ -30,6 +45,8 @@ __all__ = [
     "rotate_and_write",
     "silu_mul",
     "timing",
+    "weight_scale",
+    "whole_weights",
     "write_kv",
 ]
 
@@ -215,3 +232,36 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of gate_up [..., 2 * I], gate first -> [..., I]; silu is rounded to gate_up's dtype before the product."""
     kernel = _kernel_for(gate_up)
     return native_elementwise.silu_mul(kernel, gate_up) if kernel else cpu.silu_mul(gate_up)
+
+
+def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely token of each row of logits [R, V].
+
+    Returns: int64 [R], the place of the largest logit, the lowest among equals; bool [R], whether that logit is finite and no
+        other is NaN: where not, the place says nothing.
+    """
+    kernel = _kernel_for(logits)
+    return native_sampling.best(kernel, logits) if kernel else sampling.best(logits)
+
+
+def draw(
+    logits: torch.Tensor,
+    which: torch.Tensor,
+    place: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """Draw a token from each of some rows of logits by inverting the cumulative distribution over the vocabulary.
+
+    Arguments: logits [R, V]; which int64 [N], rows of it; place int64 [N], where their largest logits lie (`best`), all of
+        them finite; temperature float32 [N], above 0; min_p float32 [N]: tokens with less than this share of the most likely
+        one's probability are left out; uniform float64 [N], in [0, 1).
+    Returns: int64 [N]. Weights are whole numbers (`whole_weights`), so a draw does not depend on the batch. The compiled
+        kernel's exponential differs from torch's in the last bits: a draw may differ where `uniform` lies that close to the
+        boundary between two tokens.
+    """
+    kernel = _kernel_for(logits)
+    if kernel:
+        return native_sampling.draw(kernel, logits, which, place, temperature, min_p, uniform)
+    return sampling.draw(logits, which, place, temperature, min_p, uniform)

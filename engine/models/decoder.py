@@ -122,7 +122,7 @@ class Decoder:
             logit_rows: int64 [L], which of the T tokens need logits.
 
         Returns:
-            float32 [L, vocab], contiguous; [0, vocab] for none.
+            [L, vocab] in the model's dtype, contiguous; [0, vocab] for none.
         """
         config = self.config
         cos, sin = self._cos[positions], self._sin[positions]
@@ -133,7 +133,7 @@ class Decoder:
             qkv = layer.qkv(normed).view(len(token_ids), -1, config.head_dim)
             q = ops.rotate_and_write(kv, number, qkv, cos, sin, slots)
             if number == last and not len(logit_rows):
-                return torch.empty((0, config.vocab_size), dtype=torch.float32, device=self.device)
+                return torch.empty((0, config.vocab_size), dtype=self.dtype, device=self.device)
             attended = ops.attend(kv, number, q, plan).reshape(len(token_ids), config.num_heads * config.head_dim)
             if number == last:  # from here on nothing is kept but the logits
                 attended, residual = attended[logit_rows], residual[logit_rows]
@@ -141,4 +141,4 @@ class Decoder:
             mlp = layer.down(ops.silu_mul(layer.gate_up(normed)))
             following = self._final_norm if number == last else self._layers[number + 1].attention_norm
             normed, residual = ops.rms_norm_residual(mlp, residual, following, config.rms_norm_eps)
-        return self._head(normed).float().contiguous()
+        return self._head(normed)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchrun.engine.sampler import Sampler, SampleRow, _invert
+from batchrun.engine.sampler import Sampler, SampleRow
 from batchrun.engine.sampling_params import SamplingParams
 
 VOCAB = 1003  # not a multiple of any vector width
@@ -93,37 +93,6 @@ def test_a_row_gets_the_same_token_alone_and_in_any_batch(vocab: int, threads: i
     assert [shuffled[order.index(i)] for i in range(count)] == together
 
 
-def test_weights_are_bit_identical_whatever_place_a_row_has_in_the_batch() -> None:
-    # What the test above rests on: the exponential must not depend on a value's place in a vector register.
-    logits = random_logits(1)[0]
-    alone = torch.exp(logits.clone())
-    for before in range(20):
-        padded = torch.cat([torch.zeros(before), logits, torch.zeros(9)])
-        assert torch.equal(torch.exp(padded)[before : before + VOCAB], alone)
-
-
-def test_sums_of_weights_are_exact_in_any_order() -> None:
-    # The other thing that it rests on: whole numbers below 2^53 have one sum.
-    sampler, logits = Sampler(0, VOCAB), random_logits(1, spread=8.0)[0]
-    weights = sampler._weights(logits - logits.max())
-    assert int(weights.max()) * VOCAB <= 2**53
-    exact = sum(int(weight) for weight in weights.tolist())
-    assert [weight % 1 for weight in weights.tolist()] == [0.0] * VOCAB
-    assert int(weights.sum(dtype=torch.float64)) == int(weights.flip(0).cumsum(0, dtype=torch.float64)[-1]) == exact
-
-
-@pytest.mark.parametrize("width", [4, 64, 65, 130, 200])
-def test_inversion_gives_each_token_exactly_its_share(width: int) -> None:
-    # 0, 1, 2, 0, 1, 2, ... whole weights and as many evenly spaced numbers as their sum: each token its weight's times.
-    weights = (torch.arange(width) % 3).float()
-    total = int(weights.sum())
-    uniform = (torch.arange(total, dtype=torch.float64) / total)[:, None]
-    tokens = _invert(weights.expand(total, -1), uniform + 1e-12)
-    assert tokens.tolist() == [i for i in range(width) for _ in range(i % 3)]
-    last = _invert(weights[None], torch.tensor([[1.0 - 2.0**-53]], dtype=torch.float64))
-    assert last.item() == max(i for i in range(width) if i % 3)
-
-
 def test_working_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(30)
     rows = [row(MIXED[i % len(MIXED)], i) for i in range(30)]
@@ -131,6 +100,17 @@ def test_working_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("batchrun.engine.sampler._CHUNK_ELEMENTS", 4 * VOCAB)
     monkeypatch.setattr("batchrun.engine.sampler._FIRST_CANDIDATES", 2)
     assert Sampler(0, VOCAB).sample(logits, rows) == whole
+
+
+def test_bfloat16_logits_give_the_tokens_of_the_same_numbers_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One compiled exponential, one of torch: a draw may tip over where the two differ in the last bits, but hardly ever.
+    logits = random_logits(len(MIXED) * 40).bfloat16()
+    rows = [row(MIXED[i % len(MIXED)], i, output_ids=[1, 2]) for i in range(len(logits))]
+    wide = Sampler(0, VOCAB).sample(logits.float(), rows)
+    narrow = Sampler(0, VOCAB).sample(logits, rows)
+    assert sum(a != b for a, b in zip(wide, narrow, strict=True)) <= 1
+    monkeypatch.setattr("batchrun.kernels.ops._choice", "torch")
+    assert Sampler(0, VOCAB).sample(logits, rows) == wide
 
 
 def test_the_logits_are_not_changed() -> None:
