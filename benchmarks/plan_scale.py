@@ -244,7 +244,7 @@ COLUMNS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", nargs="*", choices=[[], *SHAPES], help=f"{', '.join(SHAPES)} (default: all)")
+    parser.add_argument("shape", nargs="*", choices=[[], *SHAPES], metavar="SHAPE", help=f"{', '.join(SHAPES)} (default: all)")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--length", type=int, default=512, help="tokens of a row (default 512)")
     parser.add_argument("--seed", type=int, default=0)
