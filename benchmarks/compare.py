@@ -10,7 +10,7 @@ while batchrun's time covers reading the file, rendering the chat template and t
 at temperature 0.8, all others are greedy. Beside each result stands the least time that this machine could take
 (roofline.py), whose rates are measured before each round.
 
-An engine that is not installed is named and left out; one that fails is named, its log too, and takes no part any more.
+An engine that is not installed is named and left out; one that fails is named, its log too, and sits out the rest of the file.
 Exit code 1 when a run fails or an engine counts other numbers of tokens than the file has.
 """
 
@@ -64,7 +64,7 @@ def best_rates(seen: Sequence[Rates]) -> Rates:
 
 
 class Comparison:
-    """The runs so far, and the engines that still take part."""
+    """The runs so far."""
 
     def __init__(self, engines: list[Engine], measure: Callable[[], Rates], output: Path | None) -> None:
         self.runs: list[Run] = []
@@ -75,16 +75,23 @@ class Comparison:
         self._output = output
 
     def add(self, workload: Workload, rounds: int) -> list[Run]:
-        """Run all engines over one workload, `rounds` times; returns its runs and saves all that there are."""
+        """Run all engines over one workload, `rounds` times; returns its runs and saves all that there are.
+
+        An engine that fails takes no further part in this workload.
+        """
         runs: list[Run] = []
+        taking_part = list(self._engines)
         for number in range(rounds):
             self._rates.append(self._measure())
-            for engine in list(self._engines):
+            for engine in list(taking_part):
                 for order in engine.orders:
                     try:
                         run = self._run(engine, workload, order)
                     except RunFailed as failure:
-                        self._drop(engine, failure)
+                        print(f"FAILED: {workload.name}: {failure}", flush=True)
+                        self.failures.append(f"{workload.name}: {failure}")
+                        taking_part.remove(engine)
+                        engine.close()
                         break
                     runs.append({"file": workload.name, "rows": workload.num_rows, "round": number} | run)
                     print(f"{workload.name}, round {number}, {engine.name}, rows {order}: {run['wall_s']:.1f} s", flush=True)
@@ -102,12 +109,6 @@ class Comparison:
         check_same_work(run, workload.prompt_tokens, workload.output_tokens)
         told = {"temperature": workload.temperature, "started_at": began, "comparison": shlex.join(sys.argv)}
         return run | told | {"rows_per_s": workload.num_rows / run["wall_s"]}
-
-    def _drop(self, engine: Engine, failure: RunFailed) -> None:
-        print(f"FAILED: {failure}", flush=True)
-        self.failures.append(str(failure))
-        self._engines.remove(engine)
-        engine.close()
 
     def _save(self, runs: list[Run], workload: Workload) -> None:
         add_floor(runs, workload, best_rates(self._rates))

@@ -180,6 +180,7 @@ class Peer:
         _opened(process.stdout).close()
 
     def _start(self) -> "subprocess.Popen[str]":
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("a") as log:
             self._process = process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment

@@ -1,4 +1,5 @@
-"""transformers' `generate` on the CPU as a worker (see worker.py): static batches of 16 prompts, padded on the left, bfloat16.
+"""transformers' `generate` on the CPU as a worker (see worker.py): static batches of 16 prompts (fewer where they have many
+samples), padded on the left, bfloat16.
 
 The caller gives requests by length, so that little is padded. Nothing is shared between rows. A batch runs to the longest
 `max_tokens` in it, and what a row has beyond its own is cut off.
@@ -10,13 +11,16 @@ import time
 import worker
 
 BATCH_ROWS = 16
+BATCH_SAMPLES = 64
+"""Samples of a batch: `generate` computes a prompt once for each of its samples, and all of them at once."""
 
 
 def batches(requests: list[dict]) -> list[list[dict]]:
-    """At most BATCH_ROWS requests each, in order, all with the same number of samples."""
+    """At most BATCH_ROWS requests and BATCH_SAMPLES samples each (but one request at least), in order, of equal `n`."""
     groups: list[list[dict]] = []
     for request in requests:
-        if not groups or len(groups[-1]) == BATCH_ROWS or groups[-1][0]["n"] != request["n"]:
+        most = max(1, min(BATCH_ROWS, BATCH_SAMPLES // request["n"]))
+        if not groups or len(groups[-1]) == most or groups[-1][0]["n"] != request["n"]:
             groups.append([])
         groups[-1].append(request)
     return groups

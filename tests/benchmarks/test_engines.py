@@ -1,7 +1,6 @@
 """Peers in processes of their own: what is said to them, what happens when they are missing or end, how memory is counted."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +40,7 @@ def workload(name: str = "requests") -> Any:
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     (tmp_path / "fake.py").write_text(WORKER)
     monkeypatch.setattr(engines, "PEERS", tmp_path)
-    return Settings(model="MODEL", threads=1, pythons={"vllm": Path(sys.executable)}, logs=tmp_path)
+    return Settings(model="MODEL", threads=1, pythons={"vllm": Path(sys.executable)}, logs=tmp_path / "new" / "logs")
 
 
 def peer(settings: Settings, resident: bool, module: str = "json") -> Peer:
@@ -180,14 +179,15 @@ def test_engines_alternate_and_runs_carry_what_was_run(comparison: Any) -> None:
 
 
 @pytest.mark.parametrize(("answer", "message"), [(RunFailed("b broke"), "b broke"), (2, "b did other work")])
-def test_an_engine_that_fails_or_does_other_work_takes_no_part_any_more(comparison: Any, answer: Any, message: str) -> None:
-    broken = FakeEngine("b", 3, answer)
-    running = comparison(FakeEngine("a", 3, 3, 3), broken)
+def test_an_engine_that_fails_or_does_other_work_sits_out_that_file(comparison: Any, answer: Any, message: str) -> None:
+    broken = FakeEngine("b", 3, answer, 3)
+    running = comparison(FakeEngine("a", 3, 3, 3, 3), broken)
     runs = running.add(workload(), 3)
     assert [run["engine"] for run in runs] == ["a", "b", "a", "a"]
     assert broken.closed
     assert len(running.failures) == 1
     assert message in running.failures[0]
+    assert [run["engine"] for run in running.add(workload(), 1)] == ["a", "b"]
 
 
 def test_the_best_rates_seen_count_each_for_itself() -> None:
@@ -213,9 +213,8 @@ def test_workers_know_their_orders(tmp_path: Path) -> None:
         worker.load_requests(str(path), "shuffled")
 
 
-def test_batches_of_transformers_hold_sixteen_rows_of_equal_samples() -> None:
+def test_batches_of_transformers_hold_rows_of_equal_samples_and_not_too_many() -> None:
     from transformers_offline import batches
 
-    requests = [{"n": 1}] * 18 + [{"n": 4}] * 2
-    assert [len(batch) for batch in batches(requests)] == [16, 2, 2]
-    assert os.path.basename(engines.PEERS) == "peers"
+    requests = [{"n": 1}] * 18 + [{"n": 16}] * 5 + [{"n": 100}] * 2
+    assert [(batch[0]["n"], len(batch)) for batch in batches(requests)] == [(1, 16), (1, 2), (16, 4), (16, 1), (100, 1), (100, 1)]
