@@ -1,6 +1,8 @@
 """Columns that override a row's settings: `max_tokens`, `temperature`, `n`, ...; null takes the default."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +18,38 @@ OVERRIDES = (*INT_COLUMNS, *FLOAT_COLUMNS, *BOOL_COLUMNS, "stop")
 MAX_INT = 2**31 - 1
 """Counts end in int32 columns."""
 MAX_REMEMBERED = 1 << 16
+
+
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+}
+"""What other systems call a setting."""
+LIKE = 0.85
+"""Least similarity (difflib's ratio) of a misspelt name: one or two letters of ten."""
+LEAST_LETTERS = 5
+"""Of names shorter than this too many are words of their own."""
+
+
+def lookalikes(names: Iterable[str]) -> list[str]:
+    """A warning for each of the columns, which set nothing, whose name looks as if it were meant to."""
+    found = []
+    long_enough = [name for name in OVERRIDES if len(name) >= LEAST_LETTERS]
+    for name in names:
+        lower = name.lower()
+        near = get_close_matches(lower, long_enough, n=1, cutoff=LIKE)
+        meant = OTHER_NAMES.get(lower) or (near[0] if near else lower if lower in OVERRIDES and len(lower) > 1 else None)
+        if meant is not None and meant != name:
+            flag = meant.replace("_", "-")
+            found.append(f"the column {name!r} sets nothing: name it {meant!r} if it is to set --{flag} per row")
+    return found
 
 
 class Overrides:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.errors import Refused
 from batchrun.options import PromptOptions
-from batchrun.overrides import Overrides
+from batchrun.overrides import Overrides, lookalikes
 from batchrun.results import kept_columns, no_such_column, result_schema
 from batchrun.sources import text_type
 
@@ -79,6 +79,10 @@ class RowReader:
         _check_types(schema, self.prompt_column, self.messages_column, self.tools_column)
         chosen = {self.prompt_column, self.messages_column, self.tools_column}
         self._overrides = Overrides(schema, defaults, ignore=frozenset(name for name in chosen if name is not None))
+        self.warnings = lookalikes([name for name in schema.names if name not in self.columns])
+        """Columns that may have been meant for something and are only carried over, one line each."""
+        if prompt.raw and prompt.template is None and "tools" in schema.names and "tools" not in self.columns:
+            self.warnings.append("the column 'tools' is not used: --raw takes prompts as plain text without turns or tools")
 
     @property
     def columns(self) -> list[str]:
@@ -166,19 +170,30 @@ def _check_types(schema: pa.Schema, prompt: str | None, messages: str | None, to
     if prompt is not None:
         kind = schema.field(prompt).type
         if text_type(kind) is None and not pa.types.is_null(kind):
-            hint = ", or name it by --messages-column if it holds chats" if _is_list(kind) else ""
+            hint = ", or name it by --messages-column if it holds chats" if _is_list(kind) else _cast_hint(kind, prompt)
             raise Refused(f"column {prompt!r} is {kind}: a prompt must be string (also large, view or dictionary){hint}")
     if messages is not None:
         kind = schema.field(messages).type
         if not _holds_json(kind) and not (_is_list(kind) and _is_record(kind.value_type)):
-            raise Refused(f"column {messages!r} is {kind}: messages must be a list of structs, or string that holds JSON")
+            hint = _cast_hint(kind, messages)
+            raise Refused(f"column {messages!r} is {kind}: messages must be a list of structs, or string that holds JSON{hint}")
     if tools is not None:
         kind = schema.field(tools).type
         if not _holds_json(kind) and not (_is_list(kind) and (_is_record(kind.value_type) or _holds_json(kind.value_type))):
             raise Refused(
-                f"column {tools!r} is {kind}: tools must be a list of structs, or string that holds JSON; "
-                "rename the column if it is something else"
+                f"column {tools!r} is {kind}: tools must be a list of structs, or string that holds JSON"
+                f"{_cast_hint(kind, tools)}; rename the column if it is something else"
             )
+
+
+def _cast_hint(kind: pa.DataType, name: str) -> str:
+    """How to make text of a column of bytes; nothing for other kinds."""
+    types = pa.types
+    tests = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    if not any(test(kind) for test in tests):
+        return ""
+    quoted = name.replace('"', '""')
+    return f": decode the bytes first, in DuckDB by decode(\"{quoted}\"), in pyarrow by table[{name!r}].cast('string')"
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -289,7 +304,7 @@ def _check_message(message: Any, where: str) -> None:
 
 def _tools(value: Any, name: str) -> list[Any] | None:
     value = (_from_json(value, name) if value else None) if isinstance(value, str) else _without_nulls(value)
-    if not value:
+    if value is None or value == []:
         return None
     if not isinstance(value, list):
         raise CellError(f"column {name!r} is {_json_kind(value)}: tools are a list of objects")

@@ -85,6 +85,17 @@ def test_a_prompt_column_of_a_wrong_kind_is_refused_by_name(column, kind):
         read({"prompt": column})
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1)], ids=str)
+@pytest.mark.parametrize("name", ["prompt", "messages", "tools"])
+def test_a_column_of_bytes_is_refused_with_the_way_to_make_text_of_it(name, kind):
+    columns = {"prompt": ["a"], name: pa.array([b"a"], kind)}
+    prompt = PromptOptions(messages_column="messages") if name == "messages" else PromptOptions()
+    with pytest.raises(
+        Refused, match=re.escape(f"in DuckDB by decode(\"{name}\"), in pyarrow by table['{name}'].cast('string')")
+    ):
+        read(columns, prompt)
+
+
 @pytest.mark.parametrize("name", ["messages", "tools"])
 @pytest.mark.parametrize("column", [pa.array([1]), pa.array([[1]]), pa.array([b"[]"]), pa.array([{"role": "user"}])])
 def test_messages_and_tools_of_a_wrong_kind_are_refused_by_name(name, column):
@@ -220,6 +231,15 @@ def test_tools_hold_no_null_members_and_come_as_structs_or_json():
     for column in forms:
         assert [row.tools for row in read({"messages": [HI] * 4, "tools": column})] == [[one], [two], None, None]
     assert "'tools' is not valid JSON" in fault({"messages": [HI], "tools": ["get_weather"]})
+
+
+@pytest.mark.parametrize(("cell", "kind"), [("{}", "an object"), ("0", "a number"), ("false", "a boolean"), ('""', "a string")])
+def test_tools_of_json_that_is_no_list_cost_their_row(cell, kind):
+    assert f"column 'tools' is {kind}: tools are a list of objects" in fault({"messages": [HI], "tools": [cell]})
+
+
+def test_a_null_and_an_empty_list_are_no_tools():
+    assert [row.tools for row in read({"messages": [HI] * 4, "tools": ["null", "[]", "", None]})] == [None] * 4
 
 
 # --- templates -------------------------------------------------------------------------------------------------------------
