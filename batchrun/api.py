@@ -34,6 +34,8 @@ class RunResult:
     summary: dict[str, Any]
     """Counts and times; the keys are in docs/architecture.md."""
     warnings: tuple[str, ...]
+    failures: tuple[str, ...]
+    """The most frequent reasons why rows failed, one line each with a count and a row."""
     output: Path | None
     """The output file or folder; None when none was asked for."""
     _table: pa.Table | None = field(default=None, repr=False)
@@ -74,7 +76,12 @@ def run(table_or_paths: Inputs, output: str | Path | None = None, model: str | P
         made = _run_options(_as_paths(table_or_paths, scratch), target, model, options)
         with Progress(quiet=quiet) as progress:
             done = pipeline.run(made, progress=progress)
-        result = RunResult(summary=dict(done.summary), warnings=tuple(done.warnings), output=None if output is None else target)
+        result = RunResult(
+            summary=dict(done.summary),
+            warnings=tuple(done.warnings),
+            failures=tuple(done.failures),
+            output=None if output is None else target,
+        )
         if output is None:
             result._table = _read_output(target)
     return result

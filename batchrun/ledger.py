@@ -2,7 +2,7 @@
 
     OUTPUT.batchrun/
       lock          held by the run that is at work
-      run.json      the settings' fingerprint, the job's id, how many processes have worked on it
+      run.json      the settings' fingerprint, the inputs' names, the job's id, how many processes have worked on it
       parts.jsonl   one line per finished part, append-only; a part counts when its line is there and its bytes match
       part-0000-000000.parquet ...    run id and number within the run
 
@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +32,8 @@ from batchrun.lock import RunLock
 
 RUN_FILE = "run.json"
 PARTS_FILE = "parts.jsonl"
+TEMPORARY_RUN_FILE = "run.json.tmp"
+"""Where `write_durably` writes run.json first."""
 LOCK_FILE = "lock"
 REPLACED = "replaced"
 """Where an old folder output waits while the new one takes its place."""
@@ -84,6 +86,8 @@ class WorkFolder:
         self.notes = notes
         """What was found wrong and will be done again; one line each."""
         self.fingerprint: dict[str, Any] = settings["fingerprint"]
+        self.inputs: list[str] = settings.get("inputs", [])
+        """What the first process's user typed; only for messages."""
         self.job_id: str = settings["job_id"]
         self.started_at = datetime.fromisoformat(settings["started_at"])
         """When the first process of the job began, local time; what templates are told, so that resumed rows are no different."""
@@ -96,9 +100,17 @@ class WorkFolder:
 
     @classmethod
     def create(
-        cls, output: Path, fingerprint: Mapping[str, Any], *, overwrite: bool = False, reuse: bool = False
+        cls,
+        output: Path,
+        fingerprint: Mapping[str, Any],
+        *,
+        inputs: Iterable[str] = (),
+        overwrite: bool = False,
+        reuse: bool = False,
     ) -> "WorkFolder":
         """Start afresh. A folder that is there already is an error, but with `overwrite` or `reuse` its content goes.
+
+        `inputs` are as the user typed them.
 
         Raises:
             Refused: another run holds the folder, or it cannot be made.
@@ -106,6 +118,7 @@ class WorkFolder:
         folder = work_path(output)
         settings = {
             "fingerprint": _plain(fingerprint),
+            "inputs": list(inputs),
             "job_id": uuid.uuid4().hex,
             "started_at": datetime.now().isoformat(),
             "overwrite": overwrite,
@@ -121,7 +134,7 @@ class WorkFolder:
         except OSError as error:
             if lock is not None:
                 lock.release()
-            raise Refused(f"{folder}: cannot be created: {error.strerror}: write to another place") from error
+            raise Refused(f"-o {output}: {folder} cannot be created: {error.strerror}: write to another place") from error
         return cls(output, lock, settings, [], [])
 
     @classmethod

@@ -2,40 +2,31 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batchrun import hardware
-from batchrun.engine.config import ModelConfig
-from batchrun.engine.device import missing_kernel, page_size
-from batchrun.engine.loader import (
-    ModelSource,
-    content_hash,
-    load_model,
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-    resolve_model,
-)
+from batchrun.engine.device import missing_kernel
+from batchrun.engine.loader import ModelSource, content_hash, load_model
 from batchrun.engine.outputs import Completion, EngineStats, PromptSet
-from batchrun.errors import Refused, Stopped
+from batchrun.errors import Stopped
+from batchrun.failures import failure_lines
 from batchrun.intake import Intake, take_in
 from batchrun.ledger import WorkFolder
 from batchrun.metrics import latency_columns
+from batchrun.opening import OpenedModel, check_kv_memory, kv_size, open_input, open_model, settle
 from batchrun.options import RunOptions
 from batchrun.planning import JobPlan, KVSize, make_plan, take
-from batchrun.profile import ProfileWriter, check_profile
 from batchrun.progress import Progress
-from batchrun.render import Renderer, check, template_columns
+from batchrun.render import Renderer
 from batchrun.results import ResultRow, error_row, result_schema
-from batchrun.resume import check_output, prepare
-from batchrun.rows import RowError, RowReader, check_input_columns
+from batchrun.resume import check_output, check_resumable, prepare
+from batchrun.rows import RowError, check_input_columns
 from batchrun.sinks import PartWriter, finish
-from batchrun.sources import Source, open_source
+from batchrun.sources import Source
 
 if TYPE_CHECKING:
     from batchrun.engine.engine import Engine
@@ -53,6 +44,8 @@ class RunResult:
     """0: every row fine; 1: some rows have errors."""
     output: Path
     warnings: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """The most frequent reasons why rows failed, one line each with a count and a row."""
 
 
 @dataclass(slots=True)
@@ -87,9 +80,9 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     progress = progress or Progress(quiet=True)
     timer = _Timer()
     progress.phase("reading")
-    source = open_source(options.inputs)
-    columns = None if options.prompt.template is None else template_columns(options.prompt.template)
-    reader = RowReader(source.schema, options.prompt, options.sampling, columns)
+    check_kv_memory(options)
+    opened = open_input(options)
+    source = opened.source
     check_input_columns(source.schema, options.output_prefix, options.return_token_ids, options.keep_columns)
     place: dict[str, Any] = {
         "inputs": options.inputs,
@@ -99,27 +92,27 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     }
     check_output(options.output, **place)
     if options.profile is not None:
+        from batchrun.profile import check_profile  # brings torch along
+
         check_profile(options.profile, options.overwrite, [options.output, *map(Path, source.paths)])
-    found = resolve_model(options.model)
-    config, tokenizer = load_tokenizer(found)
-    check(options.prompt, tokenizer.chat_template, source.schema.names, reader.messages_column is not None)
-    Renderer(tokenizer, options.prompt, datetime.now())  # templates that do not compile are refused before anything is made
-    options = replace(
-        options,
-        device=pick_device(options.device),
-        dtype=str(pick_dtype(options.dtype, options.device)).removeprefix("torch."),
-        threads=options.threads or hardware.usable_cpus(),
-    )
+    if options.resume:
+        # What can be compared before torch and the model are there; `prepare` compares all of it.
+        check_resumable(options.output, _settings(options), options.inputs)
+        check_resumable(options.output, {"input": source.content_hash()}, options.inputs)
+    model = open_model(options, opened)
+    options, warnings = settle(options)
+    kv = kv_size(options, model.config)
     timer.lap("load_s")
-    prepared = prepare(options.output, _fingerprint(options, source, found), **place)
+    prepared = prepare(options.output, _fingerprint(options, source, model.found), **place)
     if prepared.work is None:
         note = f"{options.output} is finished already, by a run of the same input and options"
         return RunResult(prepared.summary, 0, options.output, [note])
     work = prepared.work
     try:
-        job = _Job(options, source, found, config, work, progress, stop or (lambda: False), timer)
-        renderer = Renderer(tokenizer, options.prompt, work.started_at)
-        intake = take_in(source, reader, renderer, work.path, config.vocab_size, job.stop_if_asked)
+        job = _Job(options, source, model, kv, work, progress, stop or (lambda: False), timer)
+        job.warnings.extend([*opened.warnings, *warnings])
+        renderer = Renderer(model.tokenizer, options.prompt, work.started_at)
+        intake = take_in(source, opened.reader, renderer, work.path, model.config.vocab_size, job.stop_if_asked)
         timer.lap("read_s")
         job.warnings.extend(renderer.warnings)
         if not renderer.uses_chat_template and not options.prompt.raw:
@@ -139,6 +132,13 @@ def _fingerprint(options: RunOptions, source: Source, found: ModelSource) -> dic
         "input": source.content_hash(),
         "model": content_hash(found),
         "dtype": options.dtype,
+        **_settings(options),
+    }
+
+
+def _settings(options: RunOptions) -> dict[str, Any]:
+    """The part of the fingerprint that needs neither the input nor the model."""
+    return {
         **{name.replace("_", "-"): value for name, value in asdict(options.prompt).items()},
         **{name.replace("_", "-"): value for name, value in asdict(options.sampling).items() if name != "seed"},
         "seed": options.seed,
@@ -157,8 +157,8 @@ class _Job:
         self,
         options: RunOptions,
         source: Source,
-        found: ModelSource,
-        config: ModelConfig,
+        model: OpenedModel,
+        kv: KVSize,
         work: WorkFolder,
         progress: Progress,
         stop: Callable[[], bool],
@@ -167,8 +167,8 @@ class _Job:
         self.warnings: list[str] = list(work.notes)
         self._options = options
         self._source = source
-        self._found = found
-        self._config = config
+        self._model = model
+        self._kv = kv
         self._work = work
         self._progress = progress
         self._stop = stop
@@ -199,7 +199,7 @@ class _Job:
         """
         self._progress.phase("planning")
         todo = self._not_done(intake.prompts)
-        plan = make_plan(todo, self._config, self._options, self._kv_size())
+        plan = make_plan(todo, self._model.config, self._options, self._kv)
         self.warnings.extend(plan.warnings)
         self._timer.lap("plan_s")
         engine = self._load(plan)
@@ -210,6 +210,7 @@ class _Job:
         self._timer.lap("run_s")
         self._progress.phase("writing")
         summary = self._summary(plan, EngineStats() if engine is None else engine.stats)
+        failures = failure_lines(self._work) if summary["failed"] else []
         options = self._options
         report = finish(
             self._source,
@@ -222,7 +223,7 @@ class _Job:
         )
         if report.repaired_rows:
             self.warnings.append(f"{report.repaired_rows} output rows had bytes that are not UTF-8: see their `error`")
-        return RunResult(summary, int(summary["failed"] > 0), options.output, self.warnings)
+        return RunResult(summary, int(summary["failed"] > 0), options.output, self.warnings, failures)
 
     def _not_done(self, prompts: PromptSet) -> PromptSet:
         """The rows that have samples left to compute; notes how many samples each row has."""
@@ -231,22 +232,13 @@ class _Job:
         self._num_done = int((self._done_samples >= self._samples).sum())
         return take(prompts, self._done_samples[prompts.row_index] < samples)
 
-    def _kv_size(self) -> KVSize:
-        options = self._options
-        per_token = self._config.kv_bytes_per_token(options.dtype)
-        asked, machine = options.kv_memory or (options.kv_tokens or 0) * per_token, hardware.total_memory()
-        if asked > machine:
-            option = "--kv-memory" if options.kv_memory else "--kv-tokens"
-            raise Refused(f"{option} asks for {asked} bytes and this machine has {machine}: ask for less, or leave it out")
-        return KVSize(page_size(options.device), per_token, hardware.pool_memory(options.device))
-
     def _load(self, plan: JobPlan) -> "Engine | None":
         if not len(plan.prompts):
             return None
         from batchrun.engine.engine import Engine
 
         self._progress.phase("loading")
-        model = load_model(self._found, self._options.device, self._options.dtype, self._options.threads)
+        model = load_model(self._model.found, self._options.device, self._options.dtype, self._options.threads)
         if (status := missing_kernel(self._options.dtype)) is not None:
             self.warnings.append(f"attention runs without its compiled kernel, several times slower: {status}")
         engine = Engine(model, plan.config)
@@ -267,7 +259,11 @@ class _Job:
         self._progress.phase("running")
         # The wall clock is read once: a clock that is set during the run moves no row's times.
         zero = datetime.now(UTC)
-        profile = None if self._options.profile is None else ProfileWriter(self._options.profile)
+        profile = None
+        if self._options.profile is not None:
+            from batchrun.profile import ProfileWriter
+
+            profile = ProfileWriter(self._options.profile)
         try:
             for completions in engine.run(plan.prompts, plan.trie, plan.order, profile.add if profile else None):
                 for completion in completions:
@@ -339,7 +335,7 @@ class _Job:
             "steps": stats.steps,
             "decode_steps": stats.decode_steps,
             "run_id": self._work.run_id,
-            "model": self._found.name,
+            "model": self._model.found.name,
             "device": self._options.device,
             "dtype": self._options.dtype,
         }

@@ -4,10 +4,9 @@ Reads, renders and tokenises the whole input as a run does, and needs of the mod
 """
 
 import json
-import re
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +17,16 @@ from batchrun import hardware
 from batchrun.engine.config import ModelConfig
 from batchrun.engine.device import page_size
 from batchrun.engine.errors import ModelError
-from batchrun.engine.loader import load_tokenizer, pick_device, pick_dtype, resolve_model
 from batchrun.engine.tokenizer import Tokenizer
 from batchrun.errors import Refused
+from batchrun.failures import kind_of
 from batchrun.intake import take_in
+from batchrun.opening import OpenedModel, check_kv_memory, kv_size, open_input, open_model, settle
 from batchrun.options import RunOptions
 from batchrun.planning import JobPlan, KVSize, make_plan, rows_side_by_side
 from batchrun.prefix_cache.estimate import ModelDims, SharedNode, TimeEstimate, estimate_time, shared_nodes
-from batchrun.render import Renderer, check, template_columns
-from batchrun.rows import RowError, RowReader
-from batchrun.sources import open_source
+from batchrun.render import Renderer
+from batchrun.rows import RowError
 
 SHOWN_PREFIXES = 5
 SHOWN_TEXT = 60
@@ -111,62 +110,69 @@ def plan_job(options: RunOptions, target: str = "this") -> PlanReport:
     Raises:
         Refused: the input, the options, the model or the target cannot be used.
     """
-    source = open_source(options.inputs)
-    columns = None if options.prompt.template is None else template_columns(options.prompt.template)
-    reader = RowReader(source.schema, options.prompt, options.sampling, columns)
+    if target == "this":
+        check_kv_memory(options)
+    opened = open_input(options)
+    source = opened.source
     machine = None if target == "this" else hardware.load_target(target)
     try:
-        found = resolve_model(options.model)
-        config, tokenizer = load_tokenizer(found)
-        device = "cpu" if machine else pick_device(options.device)
-        dtype = _dtype(options.dtype, device, machine is not None)
-        tokens_per_page = page_size(device)
+        model = open_model(options, opened)
+        if machine is None:
+            options, warnings = settle(options)
+            kv = kv_size(options, model.config)
+        else:
+            options, warnings = replace(options, dtype=_dtype(options.dtype)), []
+            kv = _target_kv(machine, model.config, options.dtype)
     except ModelError as error:
         raise Refused(str(error)) from error
     except ValueError as error:
         raise Refused(f"{error}: give --device cpu") from error
-    check(options.prompt, tokenizer.chat_template, source.schema.names, reader.messages_column is not None)
-    renderer = Renderer(tokenizer, options.prompt, datetime.now())
+    renderer = Renderer(model.tokenizer, options.prompt, datetime.now())
     with tempfile.TemporaryDirectory(prefix="batchrun-plan-") as folder:
-        intake = take_in(source, reader, renderer, Path(folder), config.vocab_size)
-        weights = config.num_parameters * _BYTES[dtype]
-        memory = hardware.pool_memory(device, weights) if machine is None else _target_pool(machine, weights)
-        kv = KVSize(tokens_per_page, config.kv_bytes_per_token(dtype), memory)
-        plan = make_plan(intake.prompts, config, options, kv)
-        machine = machine or hardware.measure(device, dtype, options.threads)
-        subject = _Subject(found.name, config, tokenizer, dtype, kv, machine)
-        return _report(plan, subject, options, source.num_rows, sorted([*intake.errors, *plan.errors], key=_row_index), renderer)
+        intake = take_in(source, opened.reader, renderer, Path(folder), model.config.vocab_size)
+        plan = make_plan(intake.prompts, model.config, options, kv)
+        machine = machine or hardware.measure(options.device, options.dtype, options.threads)
+        subject = _Subject(model, options.dtype, kv, machine)
+        errors = sorted([*intake.errors, *plan.errors], key=_row_index)
+        noted = [*opened.warnings, *warnings, *renderer.warnings, *plan.warnings]
+        return _report(plan, subject, options, source.num_rows, errors, noted, renderer.uses_chat_template)
 
 
 def _row_index(error: RowError) -> int:
     return error.row_index
 
 
-def _dtype(wanted: str, device: str, elsewhere: bool) -> str:
-    if elsewhere and wanted == "auto":
-        return "bfloat16"
-    return str(pick_dtype(wanted, device)).removeprefix("torch.")
+def _dtype(wanted: str) -> str:
+    """The compute type on another machine."""
+    return "bfloat16" if wanted == "auto" else wanted
 
 
-def _target_pool(machine: hardware.Target, weight_bytes: int) -> int:
-    return max(0, machine.memory_bytes - weight_bytes) * 9 // 10 if machine.name != "cpu" else machine.memory_bytes // 8
+def _target_kv(machine: hardware.Target, config: ModelConfig, dtype: str) -> KVSize:
+    weights = config.num_parameters * _BYTES[dtype]
+    memory = max(0, machine.memory_bytes - weights) * 9 // 10 if machine.name != "cpu" else machine.memory_bytes // 8
+    return KVSize(page_size("cpu"), config.kv_bytes_per_token(dtype), memory)
 
 
 class _Subject(NamedTuple):
     """The model, and the machine that it would run on."""
 
-    name: str
-    config: ModelConfig
-    tokenizer: Tokenizer
+    model: OpenedModel
     dtype: str
     kv: KVSize
     machine: hardware.Target
 
 
 def _report(
-    plan: JobPlan, subject: _Subject, options: RunOptions, num_rows: int, errors: list[RowError], renderer: Renderer
+    plan: JobPlan,
+    subject: _Subject,
+    options: RunOptions,
+    num_rows: int,
+    errors: list[RowError],
+    warnings: list[str],
+    chat_template: bool,
 ) -> PlanReport:
-    config, kv, machine = subject.config, subject.kv, subject.machine
+    config, kv, machine = subject.model.config, subject.kv, subject.machine
+    tokenizer = subject.model.tokenizer
     fixed = options.kv_tokens is not None or options.kv_memory is not None
     pages = plan.config.num_pages if fixed else max(plan.config.num_pages, kv.memory // kv.page_bytes)
     rows_that_fit = rows_side_by_side(plan, pages, depth_first=options.order == "plan")
@@ -175,16 +181,16 @@ def _report(
         rows=num_rows,
         failed_rows=len(errors),
         errors=_kinds(errors),
-        warnings=(*renderer.warnings, *plan.warnings),
-        chat_template=renderer.uses_chat_template,
+        warnings=tuple(warnings),
+        chat_template=chat_template,
         computed_rows=len(plan.prompts),
         prompt_tokens=plan.prompt_tokens,
         distinct_tokens=plan.trie.trie_tokens,
         saved_share=1 - plan.trie.trie_tokens / plan.prompt_tokens if plan.prompt_tokens else 0.0,
         max_output_tokens=plan.max_output_tokens,
-        deepest=tuple(_prefix(plan, node, subject.tokenizer) for node in shared_nodes(plan.trie, SHOWN_PREFIXES, by="depth")),
-        biggest=tuple(_prefix(plan, node, subject.tokenizer) for node in shared_nodes(plan.trie, SHOWN_PREFIXES)),
-        model=subject.name,
+        deepest=tuple(_prefix(plan, node, tokenizer) for node in shared_nodes(plan.trie, SHOWN_PREFIXES, by="depth")),
+        biggest=tuple(_prefix(plan, node, tokenizer) for node in shared_nodes(plan.trie, SHOWN_PREFIXES)),
+        model=subject.model.found.name,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         max_context=config.max_context,
@@ -207,7 +213,7 @@ def _report(
 
 
 def _time(plan: JobPlan, subject: _Subject, rows_at_once: int) -> TimeEstimate:
-    config = subject.config
+    config = subject.model.config
     # A table of embeddings that is not the head as well is looked up, not multiplied.
     linear = config.num_parameters - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
     dims = ModelDims(
@@ -231,12 +237,11 @@ def _time(plan: JobPlan, subject: _Subject, rows_at_once: int) -> TimeEstimate:
 
 
 def _kinds(errors: list[RowError]) -> dict[str, int]:
-    """Errors that differ only in numbers are one kind, shown by its first row's message."""
+    """How many rows have each kind of error, shown by its first row's message."""
     shown: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for error in errors:
-        kind = re.sub(r"\d+", "0", error.message)
-        counts[shown.setdefault(kind, error.message)] += 1
+        counts[shown.setdefault(kind_of(error.message), error.message)] += 1
     return dict(counts.most_common())
 
 

@@ -56,6 +56,19 @@ def template_columns(source: str) -> frozenset[str]:
         raise Refused(f"--template: {error.message}") from error
 
 
+def check_template_columns(source: str, columns: Collection[str]) -> frozenset[str]:
+    """The columns that a `--template` uses.
+
+    Raises:
+        Refused: a syntax error, or one of them is not among the input's `columns`.
+    """
+    used = template_columns(source)
+    missing = sorted(used - set(columns))
+    if missing:
+        raise Refused(f"--template uses {_names(missing)}, which the input does not have: its columns are {_names(columns)}")
+    return used
+
+
 def check(options: PromptOptions, chat_template: str | None, columns: Collection[str], uses_messages: bool) -> None:
     """Refuse what no row could survive, before any row is read.
 
@@ -69,9 +82,7 @@ def check(options: PromptOptions, chat_template: str | None, columns: Collection
         Refused: one line that says what to do instead.
     """
     if options.template is not None:
-        missing = sorted(template_columns(options.template) - set(columns))
-        if missing:
-            raise Refused(f"--template uses {_names(missing)}, which the input does not have: its columns are {_names(columns)}")
+        check_template_columns(options.template, columns)
     if options.raw and uses_messages:
         raise Refused("--raw continues plain text, and the rows have messages: leave --raw out, or choose a --prompt-column")
     if options.raw or chat_template is not None:

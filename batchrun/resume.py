@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.errors import Refused
-from batchrun.ledger import LOCK_FILE, WorkFolder, differences, read_settings, work_path
+from batchrun.ledger import LOCK_FILE, RUN_FILE, TEMPORARY_RUN_FILE, WorkFolder, differences, read_settings, work_path
 from batchrun.lock import RunLock
 
 FOOTER_KEY = b"batchrun"
@@ -50,30 +51,54 @@ def prepare(
     Raises:
         Refused: see `check_output`; or --resume with settings that differ from those of the work or the output.
     """
+    inputs = tuple(inputs)
     check_output(output, inputs=inputs, files=files, resume=resume, overwrite=overwrite)
     folder = work_path(output)
     if not resume:
-        return Prepared("fresh", WorkFolder.create(output, fingerprint, overwrite=overwrite))
+        return Prepared("fresh", WorkFolder.create(output, fingerprint, inputs=inputs, overwrite=overwrite))
     if not folder.is_dir():
         if not _exists(output):
-            return Prepared("fresh", WorkFolder.create(output, fingerprint))
-        return _finished(output, fingerprint)
+            return Prepared("fresh", WorkFolder.create(output, fingerprint, inputs=inputs))
+        return _finished(output, fingerprint, inputs)
     lock = RunLock(folder / LOCK_FILE)
     try:
-        return _go_on(output, fingerprint, lock)
+        return _go_on(output, fingerprint, inputs, lock)
     except BaseException:
         lock.release()
         raise
 
 
-def _go_on(output: Path, fingerprint: Mapping[str, Any], lock: RunLock) -> Prepared:
+def check_resumable(output: Path, known: Mapping[str, Any], inputs: Iterable[str]) -> None:
+    """Refuse --resume by a part of the fingerprint, so that what costs time to know is not waited for; changes nothing.
+
+    Args:
+        known: entries of the fingerprint that are known already; the others are not compared.
+        inputs: as the user typed them.
+
+    Raises:
+        Refused: work or output that is there was made with other values of these.
+    """
+    folder = work_path(output)
+    before = read_settings(folder) if folder.is_dir() else _footer(output) if _exists(output) else None
+    if before is not None:
+        entries = {name: value for name, value in before["fingerprint"].items() if name in known}
+        where = folder if folder.is_dir() else output
+        _refuse_difference(where, {**before, "fingerprint": entries}, known, tuple(inputs))
+
+
+def _go_on(output: Path, fingerprint: Mapping[str, Any], inputs: tuple[str, ...], lock: RunLock) -> Prepared:
     folder = work_path(output)
     settings = read_settings(folder)
     if settings is None:
+        if left := sorted(set(os.listdir(folder)) - {LOCK_FILE, TEMPORARY_RUN_FILE}):
+            raise Refused(
+                f"--resume: {folder} has lost its {RUN_FILE}, which says what its {left[0]} belongs to: "
+                "put it back, or start over with --overwrite"
+            )
         # Either the run had hardly begun, or the removal of the folder was all but done.
-        finished = _finished(output, fingerprint) if _exists(output) else None
+        finished = _finished(output, fingerprint, inputs) if _exists(output) else None
         lock.release()
-        work = WorkFolder.create(output, fingerprint, reuse=True)
+        work = WorkFolder.create(output, fingerprint, inputs=inputs, reuse=True)
         if finished is None:
             return Prepared("fresh", work)
         work.remove()
@@ -82,39 +107,54 @@ def _go_on(output: Path, fingerprint: Mapping[str, Any], lock: RunLock) -> Prepa
         footer = _footer(output)
         if footer is not None and footer.get("job_id") == settings["job_id"]:
             # Killed after the rename, before the work folder was gone.
-            prepared = _finished(output, fingerprint)
+            prepared = _finished(output, fingerprint, inputs)
             WorkFolder(output, lock, settings, [], []).remove()
             return prepared
         if not settings["overwrite"]:
             raise Refused(f"{output}: exists and is not what this work will become: move it away, or start over with --overwrite")
-    _refuse_difference(folder, settings["fingerprint"], fingerprint)
+    _refuse_difference(folder, settings, fingerprint, inputs)
     return Prepared("resumed", WorkFolder.reopen(output, lock, settings))
 
 
-def _finished(output: Path, fingerprint: Mapping[str, Any]) -> Prepared:
+def _finished(output: Path, fingerprint: Mapping[str, Any], inputs: tuple[str, ...]) -> Prepared:
     footer = _footer(output)
     if footer is None:
         raise Refused(f"{output}: exists and is no finished run: --overwrite replaces it, or choose another -o")
-    _refuse_difference(output, footer["fingerprint"], fingerprint)
+    _refuse_difference(output, footer, fingerprint, inputs)
     return Prepared("finished", None, footer.get("summary") or {})
 
 
-def _refuse_difference(where: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    found = differences(before, now)
-    if found:
-        raise Refused(
-            f"--resume: {where} was made with other settings: {', '.join(found)}: give the same, or start over with --overwrite"
-        )
+def _refuse_difference(where: Path, before: Mapping[str, Any], now: Mapping[str, Any], inputs: tuple[str, ...]) -> None:
+    """Compare fingerprints; `before` is run.json or a footer, which say as well what the inputs were called."""
+    found = differences(before["fingerprint"], now)
+    if not found:
+        return
+    if before["fingerprint"].get("input") != now.get("input"):
+        found[0:0] = [_other_input(before.get("inputs"), inputs)]
+    raise Refused(
+        f"--resume: {where} was made with other settings: {', '.join(found)}: give the same, or start over with --overwrite"
+    )
+
+
+def _other_input(before: Any, now: tuple[str, ...]) -> str:
+    """What the inputs were called, since nobody knows a file by its hash."""
+    names = ", ".join(now)
+    if not isinstance(before, list):  # of a version that did not note them
+        return f"another input than {names}"
+    if list(now) == before:
+        return f"{names} has changed since"
+    return f"the input was {', '.join(map(str, before))} and is now {names}"
 
 
 def check_output(
     output: Path, *, inputs: Iterable[str] = (), files: Iterable[str] = (), resume: bool = False, overwrite: bool = False
 ) -> None:
-    """All that can be refused about an output without knowing the fingerprint; creates nothing.
+    """All that can be refused about an output without knowing the fingerprint; leaves nothing there.
 
     Raises:
-        Refused: --resume with --overwrite; a wrong suffix; no such parent folder; the output is, holds or lies in an input; it
-            or unfinished work exists and neither --resume nor --overwrite was given; another run is at work on it.
+        Refused: --resume with --overwrite; a wrong suffix; no such parent folder, or one that cannot be written; the output
+            is, holds or lies in an input; it or unfinished work exists and neither --resume nor --overwrite was given; another
+            run is at work on it.
     """
     if resume and overwrite:
         raise Refused("--resume and --overwrite contradict each other: give one of them")
@@ -126,8 +166,7 @@ def check_output(
     parent = output.absolute().parent
     if not parent.is_dir():
         raise Refused(f"-o {output}: there is no folder {parent}: make it first (mkdir -p)")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise Refused(f"-o {output}: the folder {parent} cannot be written: choose another place or mend its permissions")
+    _check_writable(output, parent)
     _check_apart(output, inputs, files)
     folder = work_path(output)
     if os.path.lexists(folder):
@@ -142,6 +181,16 @@ def check_output(
         raise Refused(f"-o {output}: exists already: --overwrite replaces it, or choose another -o")
     if overwrite and output.is_dir():
         _check_replaceable(output)
+
+
+def _check_writable(output: Path, parent: Path) -> None:
+    """By making a folder and taking it away: permissions alone say little of read-only, full and made-up file systems."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=f".{output.name[:50]}.", dir=parent))
+    except OSError as error:
+        raise Refused(
+            f"-o {output}: the folder {parent} cannot be written: {error.strerror}: choose another place or mend that"
+        ) from error
 
 
 def _check_work(folder: Path, may_use: bool) -> None:

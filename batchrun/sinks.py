@@ -113,7 +113,7 @@ def finish(
     """Write `work.output` from the parts and the input, rename it into place and remove the work folder.
 
     Rows are in input order, then sample order; an input row is repeated for each of its samples. The footer's metadata
-    (key `batchrun`) holds fingerprint, job id and summary as JSON.
+    (key `batchrun`) holds fingerprint, inputs, job id and summary as JSON.
 
     Args:
         keep: input columns to carry over; None is all.
@@ -125,7 +125,7 @@ def finish(
         Stopped: the disk is full or lost, or the input changed; the work folder stays as it was.
     """
     schema = output_schema(source.schema, keep, prefix, return_token_ids)
-    footer = {"fingerprint": work.fingerprint, "job_id": work.job_id, "summary": summary or {}}
+    footer = {"fingerprint": work.fingerprint, "inputs": work.inputs, "job_id": work.job_id, "summary": summary or {}}
     schema = schema.with_metadata({FOOTER_KEY: json.dumps(footer).encode()})
     joined = _Joined(source, work, schema, kept_columns(source.schema, keep), samples)
     is_file = work.output.suffix == ".parquet"

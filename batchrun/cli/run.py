@@ -102,6 +102,8 @@ def _run(options: RunOptions, quiet: bool, summary_json: bool) -> int:
             silence_stdout()
     for warning in result.warnings:
         say(f"batchrun: warning: {one_line(warning)}")
+    for failure in result.failures:
+        say(f"batchrun: {one_line(failure)}")
     say(f"{result.summary['ok']} ok, {result.summary['failed']} failed")
     return result.exit_code
 

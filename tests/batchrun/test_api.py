@@ -33,7 +33,9 @@ class Pipeline:
             options.output.mkdir()
             for i in range(table.num_rows):
                 pq.write_table(table.slice(i, 1), options.output / f"part-{i:05d}.parquet")
-        return types.SimpleNamespace(summary={"rows": table.num_rows}, exit_code=0, output=options.output, warnings=["w"])
+        return types.SimpleNamespace(
+            summary={"rows": table.num_rows}, exit_code=0, output=options.output, warnings=["w"], failures=["f"]
+        )
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_a_table_in_memory_comes_back_with_answers_and_leaves_no_file(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = batchrun.run(table)
     assert result.table.to_pydict() == {"id": [1, 2, 3], "prompt": ["a", "b", "c"], "output": ["A", "B", "C"]}
-    assert (result.summary, result.warnings, result.output) == ({"rows": 3}, ("w",), None)
+    assert (result.summary, result.warnings, result.failures, result.output) == ({"rows": 3}, ("w",), ("f",), None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,7 +27,9 @@ Pipeline = Callable[[RunOptions, Any, Callable[[], bool]], Any]
 
 def result(output: Path, failed: int = 0) -> types.SimpleNamespace:
     summary = {"rows": 200, "ok": 200 - failed, "failed": failed, "model": "naïve"}
-    return types.SimpleNamespace(summary=summary, exit_code=int(failed > 0), output=output, warnings=["tools\nare ignored"])
+    failures = ["3 failed, such as row 7: column 'prompt'\nis null"] if failed else []
+    warnings = ["tools\nare ignored"]
+    return types.SimpleNamespace(summary=summary, exit_code=int(failed > 0), output=output, warnings=warnings, failures=failures)
 
 
 @pytest.fixture
@@ -80,7 +82,11 @@ def test_the_last_line_counts_rows_and_the_summary_alone_is_on_stdout(
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {"rows": 200, "ok": 197, "failed": 3, "model": "naïve"}
     assert shown.out.count("\n") == 1
-    assert shown.err.splitlines()[-2:] == ["batchrun: warning: tools are ignored", "197 ok, 3 failed"]
+    assert shown.err.splitlines()[-3:] == [
+        "batchrun: warning: tools are ignored",
+        "batchrun: 3 failed, such as row 7: column 'prompt' is null",
+        "197 ok, 3 failed",
+    ]
     assert main(["run", "a", "-o", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().out == ""
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchrun import hardware, pipeline
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.errors import Refused, Stopped
 from batchrun.options import PromptOptions, RunOptions
 from batchrun.pipeline import RunResult, run
+from batchrun.plan_report import plan_job
+from batchrun.sources import Source
 
 SUMMARY_KEYS = [
     "rows",
@@ -168,6 +173,35 @@ def test_row_that_never_fits_is_an_error_that_names_both_numbers(job: Job) -> No
     assert rows[1]["prompt_tokens"] > 200
 
 
+def test_the_most_frequent_reasons_for_failure_are_told_with_a_row(job: Job) -> None:
+    prompts = [None, "", "the cat", "the " * 600, None, "", "the " * 700, None]
+    tokens = [6] * 7 + [6.5]
+    result = job.run({"prompt": prompts, "max_tokens": tokens})
+    assert len(result.failures) == 3
+    assert result.failures[0] == "3 failed, such as row 0: column 'prompt' is null: every row needs a prompt"
+    assert result.failures[1] == "2 failed, such as row 1: column 'prompt' is empty: every row needs a prompt"
+    assert result.failures[2].startswith("2 failed, such as row 3: the prompt has ")
+    assert job.run({"prompt": PROMPTS}, output=job.folder / "fine.parquet").failures == []
+
+
+def test_reasons_of_rows_that_an_earlier_process_finished_are_told_too(job: Job) -> None:
+    polls = iter([False] * 4 + [True] * 100)
+    with pytest.raises(Stopped):
+        job.run({"prompt": [None, *PROMPTS]}, stop=lambda: next(polls))
+    resumed = job.run({"prompt": [None, *PROMPTS]}, resume=True)
+    assert resumed.failures == ["row 0 failed: column 'prompt' is null: every row needs a prompt"]
+
+
+def test_more_threads_than_processors_are_not_used(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    load = pipeline.load_model
+    monkeypatch.setattr(pipeline, "load_model", lambda *call: seen.append(call[3]) or load(*call[:3], 1))
+    monkeypatch.setattr(hardware, "usable_cpus", lambda: 2)
+    warnings = [job.run({"prompt": PROMPTS}, threads=threads, overwrite=True).warnings for threads in (4096, 2, 1, None)]
+    assert seen == [2, 2, 1, 2]
+    assert warnings == [["--threads is 4096 and this process may use 2 processors: 2 are used"], [], [], []]
+
+
 def test_input_without_rows_gives_an_output_without_rows(job: Job) -> None:
     result = job.run({"prompt": pa.array([], pa.string())})
     assert rows_of(result) == []
@@ -206,6 +240,44 @@ def test_pool_beyond_the_machine_is_refused(job: Job) -> None:
         job.run({"prompt": PROMPTS}, kv_memory=2**60)
     with pytest.raises(Refused, match="kv-tokens"):
         job.run({"prompt": PROMPTS}, kv_tokens=2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_memory": 2**60}, "kv-memory"),
+        ({"kv_tokens": 2**31 - 1}, "kv-tokens"),
+        ({"output": Path("/proc/out.parquet")}, "cannot be written"),
+        ({"resume": True, "sampling": SamplingParams(max_tokens=7)}, "max-tokens"),
+    ],
+)
+def test_what_no_row_could_change_is_refused_before_rows_or_model_are_read(
+    job: Job, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    job.run({"prompt": PROMPTS})
+    monkeypatch.setattr(Source, "batches", None)
+    monkeypatch.setattr(Source, "content_hash", None)
+    monkeypatch.setattr(pipeline, "content_hash", None)
+    with pytest.raises(Refused, match=message):
+        job.run({"prompt": PROMPTS}, **{"overwrite": "resume" not in options, **options})
+    assert sorted(path.name for path in job.folder.iterdir()) == ["input.parquet", "out.parquet"]
+
+
+def test_a_plan_for_this_machine_refuses_a_pool_beyond_it(job: Job, tmp_path: Path) -> None:
+    source = tmp_path / "input.parquet"
+    pq.write_table(pa.table({"prompt": PROMPTS}), source)
+    for options in ({"kv_memory": 2**60}, {"kv_tokens": 2**31 - 1}):
+        made = RunOptions((str(source),), tmp_path / "x.parquet", model=str(job.model), **options)
+        with pytest.raises(Refused, match="this machine has"):
+            plan_job(made)
+        machine = tmp_path / "machine.toml"
+        machine.write_text("flop_per_s = 1e12\nbytes_per_s = 1e11\nmemory_bytes = 1000000000000000000000\n")
+        assert plan_job(made, str(machine)).rows == len(PROMPTS)
+
+
+def test_nothing_that_refuses_early_imports_torch() -> None:
+    code = "import sys, batchrun.pipeline, batchrun.plan_report, batchrun.opening; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
 def test_template_that_breaks_its_own_json_costs_the_row(job: Job) -> None:

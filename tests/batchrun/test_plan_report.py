@@ -125,6 +125,8 @@ def test_refusals_come_before_rows_are_read(tmp_path: Path, bare_model: str, tar
     for prompt, message in (({"template": "{{ body }}"}, "--template uses 'body'"), ({"prompt_column": "promt"}, "prompt")):
         with pytest.raises(Refused, match=message):
             planned(path, bare_model, target, **prompt)
+    with pytest.raises(Refused, match="--template uses 'body'"):
+        planned(path, "./nowhere", target, template="{{ body }}")
     with pytest.raises(Refused, match=r"no model at \./nowhere"):
         planned(path, "./nowhere", target)
     with pytest.raises(Refused, match="--target is 'abacus'"):

@@ -10,7 +10,7 @@ import pytest
 from batchrun.errors import Refused
 from batchrun.ledger import WorkFolder, work_path
 from batchrun.results import ResultRow, result_schema
-from batchrun.resume import Prepared, check_output, prepare
+from batchrun.resume import Prepared, check_output, check_resumable, prepare
 from batchrun.sinks import PartWriter, finish
 from batchrun.sources import open_source
 
@@ -145,6 +145,7 @@ def test_a_kill_between_rename_and_removal_is_taken_as_finished(source, output, 
 
 def test_a_kill_before_the_settings_were_written_starts_afresh(output):
     work_path(output).mkdir()
+    (work_path(output) / "run.json.tmp").write_text('{"finger')
     prepared = prepare(output, FINGERPRINT, resume=True)
     assert prepared.status == "fresh"
     prepared.work.abandon()
@@ -196,10 +197,61 @@ def test_a_place_that_cannot_be_is_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["dir.parquet", "file"]
 
 
-def test_a_folder_without_write_permission_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(Refused, match="cannot be written"):
-        check_output(tmp_path / "out.parquet")
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc")
+def test_a_folder_that_cannot_be_written_is_refused_by_the_name_that_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir("/proc")  # its permissions say yes to root
+    for output in (Path("out.parquet"), Path("/proc/out.parquet")):
+        with pytest.raises(Refused, match=rf"^-o {output}: the folder /proc cannot be written: "):
+            check_output(output)
+
+
+def test_looking_whether_a_folder_can_be_written_leaves_nothing_there(tmp_path):
+    check_output(tmp_path / "out.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_other_inputs_are_named_as_they_were_typed(source, output, finished):
+    fingerprint = FINGERPRINT | {"input": "0123"}
+    work = prepare(output, fingerprint, inputs=("a.parquet", "b/*.parquet")).work
+    if finished:
+        answer(work)
+        finish(source, work)
+    work.close()
+    other = FINGERPRINT | {"input": "4567"}
+    for check in (
+        lambda now, inputs: check_resumable(output, now, inputs),
+        lambda now, inputs: prepare(output, now, inputs=inputs, resume=True),
+    ):
+        with pytest.raises(
+            Refused, match=r"the input was a\.parquet, b/\*\.parquet and is now c\.parquet, input \('0123' -> '4567'\)"
+        ):
+            check(other, ("c.parquet",))
+        with pytest.raises(Refused, match=r"a\.parquet, b/\*\.parquet has changed since"):
+            check(other, ("a.parquet", "b/*.parquet"))
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_part_of_the_settings_is_enough_to_refuse(source, output, finished):
+    if finished:
+        complete(source, output)
+    else:
+        prepare(output, FINGERPRINT).work.close()
+    check_resumable(output, {"max_tokens": 16}, ())
+    with pytest.raises(Refused, match=r"other settings: max_tokens \(16 -> 17\): give"):
+        check_resumable(output, {"max_tokens": 17}, ())
+
+
+def test_work_that_lost_its_settings_is_refused_and_kept(output):
+    work = prepare(output, FINGERPRINT).work
+    answer(work)
+    work.close()
+    (work_path(output) / "run.json").unlink()
+    before = content(work_path(output))
+    with pytest.raises(Refused, match=r"has lost its run\.json, .* put it back, or start over with --overwrite"):
+        prepare(output, FINGERPRINT, resume=True)
+    assert content(work_path(output)) == before
+    prepare(output, FINGERPRINT, overwrite=True).work.close()
 
 
 def test_unreadable_settings_are_refused_and_overwrite_helps(output):

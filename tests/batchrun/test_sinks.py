@@ -251,7 +251,7 @@ def test_the_footer_holds_fingerprint_and_summary(tmp_path):
     write_rows(work, [answer(0)])
     finish(source, work, summary={"ok": 1})
     footer = json.loads(pq.read_schema(tmp_path / "out.parquet").metadata[b"batchrun"])
-    assert footer == {"fingerprint": {"model": "m"}, "job_id": work.job_id, "summary": {"ok": 1}}
+    assert footer == {"fingerprint": {"model": "m"}, "inputs": [], "job_id": work.job_id, "summary": {"ok": 1}}
 
 
 @pytest.mark.parametrize(
