@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from batchrun.engine.config import EngineConfig
 from batchrun.engine.loader import LoadedModel
 from batchrun.engine.outputs import Completion, EngineStats, PromptSet
@@ -18,6 +20,9 @@ from batchrun.engine.stopping import StopChecker
 from batchrun.prefix_cache.order import RowOrder
 from batchrun.prefix_cache.radix import Node
 from batchrun.prefix_cache.trie import Trie
+
+SAMPLED_AT_ONCE = 512
+"""Rows of logits given to the sampler in one call: at a vocabulary of 50,000 and in bfloat16 they take 50 MB."""
 
 
 class Engine:
@@ -77,8 +82,7 @@ class Engine:
                 logits = self._runner.execute(step)
             with part("sample"):
                 takers = _takers(scheduler, step)
-                rows = [_sample_row(sequence) for _, sequence in takers]
-                tokens = self._sampler.sample(logits[[index for index, _ in takers]], rows) if takers else []
+                tokens = self._sample(logits, takers)
             with part("collect"):
                 finished = self._collect(scheduler, takers, tokens, now, self._clock() - zero)
             self.running = len(scheduler.running)
@@ -89,6 +93,16 @@ class Engine:
                 yield finished
             if profiler:
                 profiler.end()
+
+    def _sample(self, logits: torch.Tensor, takers: list[tuple[int, Sequence]]) -> list[int | None]:
+        """The takers' tokens. Many samples can take theirs from one row of logits: that row is not copied for all at once."""
+        tokens: list[int | None] = []
+        for low in range(0, len(takers), SAMPLED_AT_ONCE):
+            part = takers[low : low + SAMPLED_AT_ONCE]
+            index = [row for row, _ in part]
+            own = logits if index == list(range(len(logits))) else logits[index]
+            tokens += self._sampler.sample(own, [_sample_row(sequence) for _, sequence in part])
+        return tokens
 
     def _collect(
         self, scheduler: Scheduler, takers: list[tuple[int, Sequence]], tokens: list[int | None], began: float, ended: float

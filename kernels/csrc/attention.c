@@ -56,9 +56,9 @@ typedef struct {
     int64_t scratch_size; /* floats per thread */
 } Plan;
 
-/* 2^x for x <= 0, relative error 3e-6, exactly 1 at 0 and exactly 0 below -1000; NaN stays NaN. */
+/* 2^x for x <= 0, relative error 3e-6, exactly 1 at 0 and exactly 0 far below; NaN stays NaN. Of -inf, f and p are NaN: scalef
+ * makes 0 of that, as its definition says. */
 INLINE __m512 exp2_nonpositive(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x); /* the second operand is returned when one is NaN */
     __m512 f = _mm512_sub_ps(x, _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
     __m512 p = _mm512_set1_ps(0.013426684774458408f);
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.052242472767829895f));

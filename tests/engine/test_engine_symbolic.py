@@ -5,6 +5,7 @@ checks that every query of a step sees exactly the keys of its own history. Its 
 that outputs can be compared with each row computed alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from batchrun.engine import step as step_module
 from batchrun.engine.config import EngineConfig
 from batchrun.engine.engine import Engine
 from batchrun.engine.outputs import Completion, PromptSet
+from batchrun.engine.sampler import Sampler, SampleRow
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.engine.step import KeySegment, StepPlan
 from batchrun.prefix_cache.order import order_rows
@@ -251,3 +253,21 @@ def test_a_long_run_has_one_segment_and_the_short_ones_share_theirs(monkeypatch:
     sizes = sorted((segment.query_count, segment.num_keys, segment.causal) for segment in step)
     ends, shared, long = [(2, 2, True)] * 4, [(4, 40, False)] * 2 + [(8, 64, False)], [(40, 104, True)] * 2 + [(64, 64, True)]
     assert sizes == sorted(ends + shared + long)
+
+
+def test_many_samples_of_one_prompt_are_not_given_its_logits_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Recorder(Sampler):
+        def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
+            sizes.append(len(logits))
+            return super().sample(logits, rows)
+
+    monkeypatch.setattr(engine_module, "Sampler", Recorder)
+    monkeypatch.setattr(engine_module, "SAMPLED_AT_ONCE", 3)
+    outcome = run(monkeypatch, [[1, 2], [1, 2], [2]], [4] * 3, n=5)
+    assert max(sizes) == 3
+    assert sum(sizes) == outcome.engine.stats.output_tokens == sum(len(c.output_ids) for c in outcome.completions.values())
+    assert {key: c.output_ids for key, c in outcome.completions.items()} == {
+        (row, sample): alone(prompt, 4) for row, prompt in enumerate([[1, 2], [1, 2], [2]]) for sample in range(5)
+    }
