@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -15,12 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchrun.errors import Refused
+from batchrun.resume import FOOTER_KEY
 
 FORMATS = ("table", "csv", "json", "parquet")
 _TABLE_ROWS = 100  # a table is for reading; more belongs into another format
 _CELL_WIDTH = 60  # characters of a value where there is no terminal to fit
 _NARROWEST = 8
 _BATCH_ROWS = 1024
+_CHANGES = ("CREATE", "INSERT", "UPDATE", "DELETE", "DROP", "ALTER")  # statements without an effect on what is on disk
 _HUGEINT = pa.decimal128(38, 0)  # what DuckDB's 128-bit integers become in Arrow
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     # A query must not reach for the network, nor for a Python variable that has a table's name.
@@ -37,27 +40,53 @@ def query(output: Path, sql: str) -> pa.Table:
     zone are in UTC whatever the machine's zone is; sums of integers are int64 where they fit.
 
     Raises:
-        Refused: there is no such output, it is not Parquet, or the SQL is wrong.
+        Refused: there is no such output, it is not Parquet, or the SQL is wrong, more than one statement, or would change data.
     """
     import duckdb
     import pyarrow.dataset as ds
 
     files = _files(output)
-    try:
-        rows = ds.dataset([str(file) for file in files], format="parquet")
-    except (pa.ArrowInvalid, OSError) as error:
-        raise Refused(f"{output} cannot be read as Parquet: {_one_line(error)}") from error
+    for file in files:
+        _footer(file)
+    rows = ds.dataset([str(file) for file in files], format="parquet")
     with duckdb.connect(config=_SETTINGS) as connection:
         connection.execute("SET TimeZone = 'UTC'")
         connection.register("rows", rows)
         try:
+            statements = connection.extract_statements(sql)
+            if len(statements) > 1:
+                raise Refused(f"SQL: there are {len(statements)} statements and only one can be shown: ask them one by one")
+            if any(statement.type.name in _CHANGES for statement in statements):
+                raise Refused("SQL: the statement changes data, which lasts nowhere here: ask with SELECT ... FROM rows")
             result = connection.sql(sql)
             table = None if result is None else result.to_arrow_table()
         except duckdb.Error as error:
-            raise Refused(f"SQL: {_one_line(error)}") from error
+            unknown = re.search(r"Table with name (.+?) does not exist", str(error))
+            said = f"there is no table {unknown[1]}: the view over the output is called rows" if unknown else _one_line(error)
+            raise Refused(f"SQL: {said}") from error
     if table is None:
         raise Refused("SQL: the statement gives no rows: ask with SELECT ... FROM rows")
     return _narrow_integers(table)
+
+
+def is_output(output: Path) -> bool:
+    """Whether a Parquet file, or the first one of a folder, was written by `batchrun run`.
+
+    Raises:
+        Refused: there is no such file, or it is not Parquet.
+    """
+    return FOOTER_KEY in (_footer(_files(output)[0]).metadata or {})
+
+
+def _footer(path: Path) -> pa.Schema:
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_schema(path)
+    except pa.ArrowException as error:
+        raise Refused(f"{path} cannot be read as Parquet: it is cut off, or something else") from error
+    except OSError as error:
+        raise Refused(f"{path} cannot be read as Parquet: {error.strerror or 'damaged'}") from error
 
 
 def write(table: pa.Table, file_format: str, stream: BinaryIO, width: int | None = None) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
+from batchrun.cli.ending import say
 from batchrun.errors import Refused
 
+ENDINGS = {".csv": "csv", ".json": "json", ".parquet": "parquet", ".txt": "table"}
 FORMATS = ("table", "csv", "json", "parquet")
 
 
@@ -38,6 +40,8 @@ def sql_command(output: Path, query: str, file_format: str | None, target: Path 
     from batchrun import sql
 
     table = sql.query(output, text)
+    if not sql.is_output(output):
+        say(f"batchrun: note: {output} is not an output of `batchrun run`; it is queried all the same")
     if target is not None:
         sql.save(table, chosen, target)
         return 0
@@ -52,11 +56,12 @@ def _choose(file_format: str | None, target: Path | None) -> str:
     """The format that was asked for, or that goes with the file's ending.
 
     Raises:
-        Refused: there is no such format, or it is for files and would go to a terminal.
+        Refused: there is no such format, the ending says none, or it is for files and would go to a terminal.
     """
     if file_format is None:
-        ending = "" if target is None else target.suffix.lower().removeprefix(".")
-        file_format = ending if ending in FORMATS else "table"
+        file_format = "table" if target is None else ENDINGS.get(target.suffix.lower(), "")
+        if not file_format:
+            raise Refused(f"--output is {str(target)!r}: end it in {', '.join(ENDINGS)}, or say what it is by --format")
     if file_format not in FORMATS:
         raise Refused(f"--format is {file_format!r}: it must be one of {', '.join(FORMATS)}")
     if file_format == "parquet" and target is None and sys.stdout.isatty():

@@ -79,9 +79,32 @@ def test_refusals_are_one_line(output: Path, tmp_path: Path, capfd: pytest.Captu
         assert shown.out == ""
 
 
+def test_an_input_is_queried_with_a_note_and_an_output_without(output: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["sql", str(output), "select id from rows"]) == 0
+    note = f"batchrun: note: {output} is not an output of `batchrun run`; it is queried all the same\n"
+    assert capfd.readouterr().err == note
+    pq.write_table(pq.read_table(output).replace_schema_metadata({b"batchrun": b"{}"}), output)
+    assert main(["sql", str(output), "select id from rows"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_whose_ending_says_no_format_is_not_written(
+    output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("q.weird", "q"):
+        assert main(["sql", str(output), "select 1 as a", "-o", str(tmp_path / name)]) == 2
+        assert "end it in .csv, .json, .parquet, .txt, or say what it is by --format" in capfd.readouterr().err
+        assert not (tmp_path / name).exists()
+    assert main(["sql", str(output), "select 1 as a", "-o", str(tmp_path / "q.weird"), "--format", "csv"]) == 0
+    assert (tmp_path / "q.weird").read_text() == "a\n1\n"
+    assert main(["sql", str(output), "select 1 as a", "-o", str(tmp_path / "q.txt")]) == 0
+    assert "(1 row)" in (tmp_path / "q.txt").read_text()
+
+
 def test_head_takes_one_line_and_nothing_complains(tmp_path: Path) -> None:
     path = tmp_path / "many.parquet"
-    pq.write_table(pa.table({"id": list(range(200_000))}), path)
+    table = pa.table({"id": list(range(200_000))})
+    pq.write_table(table.replace_schema_metadata({b"batchrun": b"{}"}), path)
     command = [sys.executable, "-m", "batchrun", "sql", str(path), "select id from rows", "--format", "csv"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

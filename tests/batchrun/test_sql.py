@@ -15,7 +15,7 @@ import pytest
 
 from batchrun.errors import Refused
 from batchrun.results import ResultRow, error_row, result_schema, to_batch
-from batchrun.sql import query, save, write
+from batchrun.sql import is_output, query, save, write
 
 NOON = datetime(2026, 1, 31, 12, 30, tzinfo=UTC)
 
@@ -180,7 +180,7 @@ def test_a_long_table_says_that_it_is_cut() -> None:
     ("sql", "message"),
     [
         ("select ttft from rows", r'^SQL: Binder Error: Referenced column "ttft" not found.*Candidate bindings: "ttft_ms"'),
-        ("select * from row", r"^SQL: .*Did you mean \"rows\""),
+        ("select * from answers", "^SQL: there is no table answers: the view over the output is called rows$"),
         ("selec 1", r"^SQL: Parser Error: syntax error at or near \"selec\"$"),
         ("select output::int from rows", "^SQL: Conversion Error"),
         ("", "gives no rows"),
@@ -196,7 +196,7 @@ def test_wrong_sql_is_refused_in_one_line(folder: Path, sql: str, message: str) 
 def test_python_variables_are_not_tables(folder: Path) -> None:
     files = pa.table({"a": [1]})
     assert files.num_rows == 1
-    with pytest.raises(Refused, match="files does not exist"):
+    with pytest.raises(Refused, match="there is no table files"):
         query(folder, "select * from files")
 
 
@@ -212,7 +212,32 @@ def test_a_missing_an_unfinished_and_a_foreign_output_are_refused(tmp_path: Path
     (tmp_path / "text.parquet").write_text("a,b\n1,2\n")
     with pytest.raises(Refused, match=r"text\.parquet cannot be read as Parquet") as refusal:
         query(tmp_path / "text.parquet", "select 1")
-    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith("text.parquet cannot be read as Parquet: it is cut off, or something else")
+    whole = io.BytesIO()
+    pq.write_table(result_rows(0, 4), whole)
+    (tmp_path / "cut.parquet").write_bytes(whole.getvalue()[:1000])
+    (tmp_path / "zero.parquet").write_bytes(b"")
+    for name in ("cut.parquet", "zero.parquet"):
+        with pytest.raises(Refused, match=rf"{name} cannot be read as Parquet: it is cut off, or something else$"):
+            query(tmp_path / name, "select 1")
+
+
+def test_several_statements_and_changes_are_refused(folder: Path) -> None:
+    with pytest.raises(Refused, match="there are 2 statements"):
+        query(folder, "select 1; select 2")
+    for sql in ("create table x as select 1 as a", "create view v as select * from rows", "delete from rows"):
+        with pytest.raises(Refused, match="changes data"):
+            query(folder, sql)
+    for sql in ("select ';' as a;", "-- one; two\nselect ';' as a; -- three"):
+        assert query(folder, sql).to_pydict() == {"a": [";"]}
+
+
+def test_an_output_is_known_by_its_footer(folder: Path, tmp_path: Path) -> None:
+    assert not is_output(folder)
+    marked = result_rows(0, 4).replace_schema_metadata({b"batchrun": b"{}"})
+    pq.write_table(marked, folder / "part-00000.parquet")
+    assert is_output(folder)
+    assert is_output(folder / "part-00000.parquet")
 
 
 def test_a_part_that_is_damaged_behind_the_first_is_refused(folder: Path) -> None:
