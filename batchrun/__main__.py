@@ -2,6 +2,6 @@
 
 import sys
 
-from batchrun.cli.main import main
+from batchrun.start import main
 
 sys.exit(main())

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.engine.sampling_params import SamplingParams
-from batchrun.options import PromptOptions, RunOptions, parse_size, read_text
+from batchrun.option_types import typed
+from batchrun.options import PromptOptions, RunOptions, parse_size, read_template
 from batchrun.plan_report import PlanReport, plan_job
 
 __all__ = ["PlanReport", "RunResult", "plan", "run"]
@@ -61,7 +62,7 @@ def run(table_or_paths: Inputs, output: str | Path | None = None, model: str | P
             `quiet=False` shows progress on standard error.
 
     Raises:
-        ValueError: an unknown option, a value out of range, or options that contradict each other.
+        ValueError: an unknown option, a value of a wrong type or out of range, or options that contradict each other.
         batchrun.errors.Refused: the input, the output or the model cannot be used.
         batchrun.errors.Stopped: the run could not go on; what was finished is beside the output and can be resumed.
     """
@@ -69,6 +70,10 @@ def run(table_or_paths: Inputs, output: str | Path | None = None, model: str | P
     from batchrun.progress import Progress
 
     quiet = options.pop("quiet", True)
+    if not isinstance(quiet, bool):
+        raise ValueError(f"--quiet is {quiet!r}: it must be True or False")
+    if output is not None and not isinstance(output, str | Path):
+        raise ValueError(f"--output is {output!r}: it must be a path")
     if output is None and (options.get("resume") or options.get("overwrite")):
         raise ValueError("resume and overwrite are about an output that is there already: give output=... with them")
     with _scratch_folder() as scratch:
@@ -114,21 +119,18 @@ def _run_options(paths: tuple[str, ...], output: Path, model: str | Path | None,
             raise ValueError(
                 f"unknown option {name!r}: " + (f"did you mean {guess[0]!r}?" if guess else f"there are {', '.join(known)}")
             )
-    values = dict(options)
-    for name in ("stop", "keep_columns"):
-        if isinstance(values.get(name), str):
-            values[name] = [values[name]]
-        if values.get(name) is not None:
-            values[name] = tuple(values[name])
+    values = {name: typed(name, value) for name, value in options.items()}
     if isinstance(values.get("kv_memory"), str):
         values["kv_memory"] = parse_size(values["kv_memory"])
     if values.get("template") is not None:
-        values["template"] = read_text("template", values["template"])
+        values["template"] = read_template("--template", values["template"])
     if values.get("profile") is not None:
         values["profile"] = Path(values["profile"])
     for negated, name in _NEGATED.items():
         if negated in values:
             values[name] = not values.pop(negated)
+    if model is not None and not isinstance(model, str | Path):
+        raise ValueError(f"--model is {model!r}: it must be a path or the name of a model")
     return RunOptions(
         inputs=paths,
         output=output,

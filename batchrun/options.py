@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 
@@ -45,6 +46,20 @@ def read_text(option: str, path: str | Path) -> str:
         raise ValueError(f"{option} is {str(path)!r}, which cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} is {str(path)!r}, which is not UTF-8 text: byte {error.start} does not decode") from error
+
+
+def read_template(option: str, path: str | Path) -> str:
+    """The Jinja source in a file that an option names.
+
+    Raises:
+        ValueError: as for `read_text`.
+        batchrun.errors.Refused: a syntax error, with file and line.
+    """
+    from batchrun.chat_template import compile_template, environment
+
+    source = read_text(option, path)
+    compile_template(environment(datetime(2000, 1, 1)), source, f"{option} {path}")
+    return source
 
 
 @dataclass(frozen=True, slots=True)

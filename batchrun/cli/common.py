@@ -120,7 +120,7 @@ def _group(name: str, build: Callable[[dict[str, Any]], Any], *added: Option) ->
 
 def _build_prompt(values: dict[str, Any]) -> PromptOptions:
     path = values.pop("template")
-    return PromptOptions(**values, template=None if path is None else options.read_text("--template", path))
+    return PromptOptions(**values, template=None if path is None else options.read_template("--template", path))
 
 
 prompt_options = _group(

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrun
 from batchrun import api
+from batchrun.engine.sampling_params import SamplingParams
+from batchrun.errors import Refused
 from batchrun.options import RunOptions
 
 
@@ -134,14 +137,55 @@ def test_every_option_of_the_command_line_is_known_here() -> None:
         ({"xyzzy": 3}, "unknown option 'xyzzy': there are chunk_tokens, "),
         ({"max_tokens": 0}, "--max-tokens is 0: it must be between 1 and"),
         ({"kv_memory": "lots"}, "'lots' is no amount of memory"),
-        ({"template": "no.jinja"}, "template is 'no.jinja', which cannot be read"),
+        ({"template": "no.jinja"}, "--template is 'no.jinja', which cannot be read"),
         ({"overwrite": True}, "give output="),
+        ({"seed": 1.5}, "--seed is 1.5: it must be a whole number"),
+        ({"temperature": "hot"}, "--temperature is 'hot': it must be a number"),
+        ({"temperature": True}, "--temperature is True: it must be a number"),
+        ({"max_tokens": "8"}, "--max-tokens is '8': it must be a whole number"),
+        ({"max_tokens": None}, "--max-tokens is None: it must be a whole number"),
+        ({"n": True}, "--n is True: it must be a whole number"),
+        ({"ignore_eos": 1}, "--ignore-eos is 1: it must be True or False"),
+        ({"no_dedupe": "no"}, "--no-dedupe is 'no': it must be True or False"),
+        ({"stop": 5}, "--stop holds 5: it must be a string or a list of strings"),
+        ({"stop": ["a", 5]}, "--stop holds 5: it must be a string or a list of strings"),
+        ({"system": 5}, "--system is 5: it must be a string"),
+        ({"kv_memory": 1.5}, "--kv-memory is 1.5: it must be a whole number or a string"),
+        ({"template": 5}, "--template is 5: it must be a string or a path"),
+        ({"threads": "2"}, "--threads is '2': it must be a whole number"),
+        ({"quiet": "yes"}, "--quiet is 'yes': it must be True or False"),
+        ({"output": 5}, "--output is 5: it must be a path"),
+        ({"model": 5}, "--model is 5: it must be a path"),
     ],
 )
 def test_wrong_options_are_value_errors(pipeline: Pipeline, table: pa.Table, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         batchrun.run(table, **options)
     assert pipeline.options is None
+
+
+def test_every_option_has_a_type_and_numbers_of_numpy_become_plain() -> None:
+    for name in api.option_names():
+        if name != "quiet":
+            with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} (is|holds) "):
+                api._run_options(("in.parquet",), Path("out.parquet"), None, {name: object()})
+    given = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "top_p": 1, "ignore_eos": np.bool_(True), "stop": None}
+    made = api._run_options(("in.parquet",), Path("out.parquet"), None, given).sampling
+    assert made == SamplingParams(max_tokens=3, temperature=0.5, ignore_eos=True)
+    assert [type(value) for value in (made.max_tokens, made.temperature, made.top_p, made.ignore_eos)] == [
+        int,
+        float,
+        float,
+        bool,
+    ]
+
+
+def test_a_template_with_a_mistake_is_refused_with_its_file_and_line(table: pa.Table, tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    for source in ("one\n{% if %}", "one\n{{ prompt | nofilter }}"):
+        template.write_text(source)
+        with pytest.raises(Refused, match=re.escape(f"--template {template}, line 2: ")):
+            batchrun.run(table, template=template)
 
 
 def test_other_inputs_are_refused_by_type(pipeline: Pipeline) -> None:
