@@ -32,9 +32,10 @@ class StepRecord:
     plan_s: float = 0.0
     """The kernels' attention plan."""
     linear_s: float = 0.0
+    """Linear layers, the gate of the MLP included."""
     attention_s: float = 0.0
     elementwise_s: float = 0.0
-    """Norms, residuals and gates."""
+    """Norms and residuals."""
     rotary_s: float = 0.0
     """Rotary embedding and writing keys and values into the pool."""
     forward_other_s: float = 0.0

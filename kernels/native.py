@@ -171,7 +171,8 @@ def _open(path: Path) -> Native:
         *(pointer, pointer, pointer, pointer, pointer),
         *(ctypes.c_float, int64, pointer, int32),
     ]
-    for name in ("attend", "rms_norm", "silu_mul", "best", "draw"):
+    library.batchrun_linear.argtypes = [pointer]
+    for name in ("attend", "linear", "rms_norm", "silu_mul", "best", "draw"):
         getattr(library, f"batchrun_{name}").restype = None
     for returns_slot in (library.batchrun_write_kv, library.batchrun_rotate_and_write, library.batchrun_move_kv):
         returns_slot.restype = int64

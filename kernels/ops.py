@@ -10,12 +10,13 @@ from batchrun.kernels import (
     cpu_plan,
     native,
     native_elementwise,
+    native_linear,
     native_plan,
     native_pool,
     native_sampling,
     sampling,
 )
-from batchrun.kernels.cpu import PackedLinear, pack_linear, rotary
+from batchrun.kernels.cpu import PackedLinear, rotary
 from batchrun.kernels.sampling import block_sums, invert, weight_scale, whole_weights
 from batchrun.kernels.spec import PAGE_SIZE, AttentionItem, KVConfig
 from batchrun.kernels.timing import timed, timing
@@ -23,9 +24,10 @@ from batchrun.kernels.timing import timed, timing
 __all__ = [
     "AttentionItem",
     "AttentionPlan",
+    "GatedWeight",
     "KVCache",
     "KVConfig",
-    "PackedLinear",
+    "Weight",
     "advance_plan",
     "allocate_kv",
     "attend",
@@ -34,9 +36,11 @@ __all__ = [
     "build_plan",
     "copy_kv",
     "draw",
+    "gated_linear",
     "invert",
     "linear",
     "native_status",
+    "pack_gated_linear",
     "pack_linear",
     "page_size",
     "rms_norm",
@@ -54,6 +58,11 @@ KVCache: TypeAlias = cpu.KVCache | native_pool.NativeKVCache
 """A pool of keys and values, opaque. Its kind, chosen when it is allocated, decides who computes on it."""
 AttentionPlan: TypeAlias = cpu_plan.AttentionPlan | native_plan.NativePlan
 """A step's attention, prepared for all layers of one pool, opaque."""
+
+Weight: TypeAlias = torch.Tensor | PackedLinear | native_linear.NativeLinear
+"""A linear layer's weight as `pack_linear` made it, opaque."""
+GatedWeight: TypeAlias = Weight
+"""A gated layer's two weights as `pack_gated_linear` made them, opaque."""
 
 _choice: Literal["auto", "torch", "native"] = "auto"
 """Tests set it, to have either implementation where both can be had."""
@@ -186,15 +195,6 @@ def attend(kv: KVCache, layer: int, q: torch.Tensor, plan: AttentionPlan) -> tor
     return cpu_attention.attend(kv, layer, q, plan)
 
 
-@timed("linear")
-def linear(x: torch.Tensor, weight: PackedLinear | torch.Tensor) -> torch.Tensor:
-    """x [..., in] times the transpose of weight [out, in] -> [..., out] in x's dtype.
-
-    `weight` is a tensor or what `pack_linear` made of it. No bias.
-    """
-    return cpu.linear(x, weight)
-
-
 def _kernel_for(*tensors: torch.Tensor) -> native.Native | None:
     """The compiled kernel if it computes these tensors, without which torch does. Batches of any size are treated alike."""
     if _choice == "torch" or not native_elementwise.suits(*tensors):
@@ -204,6 +204,41 @@ def _kernel_for(*tensors: torch.Tensor) -> native.Native | None:
         return loaded
     assert _choice != "native", f"no compiled kernel: {loaded}"
     return None
+
+
+def pack_linear(weight: torch.Tensor) -> Weight:
+    """Prepare a weight [out, in] for `linear`. It may be copied: drop the original.
+
+    bfloat16 is packed once for the compiled kernel, or where there is none into oneDNN's layout; other dtypes, and builds of
+    torch without the packing operations (they are private), get the weight back as it is.
+    """
+    kernel = _kernel_for(weight)
+    return native_linear.pack(kernel, weight) if kernel and native_linear.suits(weight) else cpu.pack_linear(weight)
+
+
+def pack_gated_linear(gate_up: torch.Tensor) -> GatedWeight:
+    """Prepare the weights of a gated layer, gate_up [2 * I, in] with the gate's first, for `gated_linear`; see `pack_linear`."""
+    kernel = _kernel_for(gate_up)
+    if kernel and native_linear.suits(gate_up):
+        return native_linear.pack_gated(kernel, gate_up)
+    return cpu.pack_linear(gate_up)
+
+
+@timed("linear")
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """x [..., in] times the transpose of weight [out, in] -> [..., out] in x's dtype, sums in float32. No bias.
+
+    By the compiled kernel a row's result has the same bits whatever rows are beside it.
+    """
+    return native_linear.linear(x, weight) if isinstance(weight, native_linear.NativeLinear) else cpu.linear(x, weight)
+
+
+@timed("linear")
+def gated_linear(x: torch.Tensor, weight: GatedWeight) -> torch.Tensor:
+    """silu_mul of the linear layer: x [..., in] -> silu(x times gate) * (x times up) [..., I], with the same roundings."""
+    if isinstance(weight, native_linear.NativeLinear):
+        return native_linear.linear(x, weight)
+    return cpu.silu_mul(cpu.linear(x, weight))
 
 
 @timed("elementwise")

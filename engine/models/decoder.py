@@ -1,5 +1,6 @@
 """The one decoder: a Llama-shaped transformer whose every size and switch comes from ModelConfig."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,15 @@ class Linear:
         return y if self._bias is None else y + self._bias
 
 
+def gated_layer(gate_up: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[T, in] -> silu(gate) * up [T, I], from the gate's weight above the other half's and their biases where there are any."""
+    if bias is None:
+        weight = ops.pack_gated_linear(gate_up)
+        return lambda x: ops.gated_linear(x, weight)
+    layer = Linear(gate_up, bias)
+    return lambda x: ops.silu_mul(layer(x))
+
+
 class Layer(NamedTuple):
     """The weights of one layer; q, k, v are one matrix, gate and up are one."""
 
@@ -31,7 +41,7 @@ class Layer(NamedTuple):
     qkv: Linear
     attention_out: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
+    gated: Callable[[torch.Tensor], torch.Tensor]
     down: Linear
 
 
@@ -58,11 +68,12 @@ class WeightReader:
             start += shape[0]
         return result
 
-    def linear(self, names: list[str], out_sizes: list[int], in_size: int, biased: bool) -> Linear:
-        """One matrix [sum of out_sizes, in_size] from `NAME.weight` of each name, with `NAME.bias` where biased."""
+    def matrix(
+        self, names: list[str], out_sizes: list[int], in_size: int, biased: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One matrix [sum of out_sizes, in_size] from `NAME.weight` of each name, and `NAME.bias` of each where biased."""
         weight = self.stack([f"{name}.weight" for name in names], [(size, in_size) for size in out_sizes])
-        bias = self.stack([f"{name}.bias" for name in names], [(size,) for size in out_sizes]) if biased else None
-        return Linear(weight, bias)
+        return weight, self.stack([f"{name}.bias" for name in names], [(size,) for size in out_sizes]) if biased else None
 
 
 class Decoder:
@@ -95,11 +106,11 @@ class Decoder:
         gate_up_names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         return Layer(
             attention_norm=read.stack([f"{prefix}.input_layernorm.weight"], [(hidden,)]),
-            qkv=read.linear(qkv_names, [q, kv, kv], hidden, config.attention_bias),
-            attention_out=read.linear([f"{attention}.o_proj"], [hidden], q, config.attention_bias),
+            qkv=Linear(*read.matrix(qkv_names, [q, kv, kv], hidden, config.attention_bias)),
+            attention_out=Linear(*read.matrix([f"{attention}.o_proj"], [hidden], q, config.attention_bias)),
             mlp_norm=read.stack([f"{prefix}.post_attention_layernorm.weight"], [(hidden,)]),
-            gate_up=read.linear(gate_up_names, [config.intermediate_size] * 2, hidden, config.mlp_bias),
-            down=read.linear([f"{mlp}.down_proj"], [hidden], config.intermediate_size, config.mlp_bias),
+            gated=gated_layer(*read.matrix(gate_up_names, [config.intermediate_size] * 2, hidden, config.mlp_bias)),
+            down=Linear(*read.matrix([f"{mlp}.down_proj"], [hidden], config.intermediate_size, config.mlp_bias)),
         )
 
     @torch.inference_mode()
@@ -138,7 +149,7 @@ class Decoder:
             if number == last:  # from here on nothing is kept but the logits
                 attended, residual = attended[logit_rows], residual[logit_rows]
             normed, residual = ops.rms_norm_residual(layer.attention_out(attended), residual, layer.mlp_norm, config.rms_norm_eps)
-            mlp = layer.down(ops.silu_mul(layer.gate_up(normed)))
+            mlp = layer.down(layer.gated(normed))
             following = self._final_norm if number == last else self._layers[number + 1].attention_norm
             normed, residual = ops.rms_norm_residual(mlp, residual, following, config.rms_norm_eps)
         return self._head(normed)

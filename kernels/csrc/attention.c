@@ -76,16 +76,6 @@ INLINE __m512 one_if_zero(__m512 x) {
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
 }
 
-INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
-
-INLINE __m512i broadcast_pair(const void *pair) {
-    int32_t bits;
-    memcpy(&bits, pair, sizeof bits);
-    return _mm512_set1_epi32(bits);
-}
-
 /* scores[row][16 * page + lane] of R rows and C pages. */
 INLINE void score_tile(const int R, const int C, const bf16 *const *queries, const bf16 *const *keys, int dim, float *scores) {
     __m512 sum[TILE_ROWS][TILE_VECTORS];

@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 #include <stdint.h>
+#include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define ALL_LANES ((__mmask16)0xffff)
@@ -38,6 +39,18 @@ INLINE void store_lanes(bf16 *to, __mmask16 lanes, __m256i values) {
         _mm256_storeu_si256((__m256i *)to, values);
     else
         _mm256_mask_storeu_epi16(to, lanes, values);
+}
+
+/* Per lane, sum + a0 b0 + a1 b1 of its pairs. */
+INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+/* A pair in every lane. */
+INLINE __m512i broadcast_pair(const void *pair) {
+    int32_t bits;
+    memcpy(&bits, pair, sizeof bits);
+    return _mm512_set1_epi32(bits);
 }
 
 #endif

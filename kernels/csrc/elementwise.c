@@ -59,9 +59,8 @@ void batchrun_silu_mul(const bf16 *gate_up, int64_t row, bf16 *out, int64_t rows
         const bf16 *gates = gate_up + r * row, *ups = gates + width;
         for (int64_t d = 0; d < width; d += 16) {
             __mmask16 lanes = lanes_of(width - d);
-            __m512 gate = widen(load_lanes(gates + d, lanes));
-            __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_minus(gate)));
-            store_lanes(out + r * width + d, lanes, narrow(_mm512_mul_ps(rounded(silu), widen(load_lanes(ups + d, lanes)))));
+            __m512 gate = widen(load_lanes(gates + d, lanes)), up = widen(load_lanes(ups + d, lanes));
+            store_lanes(out + r * width + d, lanes, narrow(silu_times(gate, up)));
         }
     }
 }

@@ -20,4 +20,10 @@ INLINE __m512 exp_minus(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+/* silu(gate) * up, unrounded; silu is rounded before the product. */
+INLINE __m512 silu_times(__m512 gate, __m512 up) {
+    __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_minus(gate)));
+    return _mm512_mul_ps(rounded(silu), up);
+}
+
 #endif

@@ -108,8 +108,9 @@ def test_rotary_takes_angles_in_the_models_dtype() -> None:
         torch.testing.assert_close(ours, expected, atol=1.6e-2, rtol=1.6e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_packed_linear_matches_the_reference(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "choice"), WAYS)
+def test_packed_linear_matches_the_reference(dtype: torch.dtype, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(choice, monkeypatch)
     weight = draw(960, 576, dtype=dtype) * 0.05
     packed = ops.pack_linear(weight)
     for rows in ROWS:
@@ -121,13 +122,14 @@ def test_packed_linear_matches_the_reference(dtype: torch.dtype) -> None:
         torch.testing.assert_close(out.float(), reference.linear(x, weight), atol=atol, rtol=1e-2)
 
 
-def test_only_bfloat16_is_packed_and_only_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernel_only_bfloat16_is_packed_and_only_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = draw(8, 16)
     assert ops.pack_linear(weight) is weight
     half = weight.bfloat16()
+    monkeypatch.setattr(ops, "_choice", "torch")
     monkeypatch.setattr(cpu, "_can_pack", lambda: True)
     packed = ops.pack_linear(half)
-    assert isinstance(packed, ops.PackedLinear)
+    assert isinstance(packed, cpu.PackedLinear)
     assert packed.shape == (8, 16)
     monkeypatch.setattr(cpu, "_can_pack", lambda: False)
     assert ops.pack_linear(half) is half

@@ -1,0 +1,132 @@
+/* Linear layers in bfloat16, sums in float32: y = x W^T, or silu(x Wg^T) * (x Wu^T).
+ *
+ * W is packed once into panels of 64 outputs, [panel][pair of inputs][64 outputs][2]: one register holds a pair of inputs of 16
+ * outputs, a row's pair, broadcast, adds to 16 sums, and no sum over lanes is ever needed. A panel stays in the second-level cache
+ * while a chunk of rows passes over it, and the next one is fetched from memory meanwhile: with few rows that is most of the time.
+ * In a gated layer a panel has 32 outputs of the gate, then the same 32 of the other half.
+ *
+ * Each sum runs over the inputs in their order in one register, so a row's result has the same bits whatever rows are beside it.
+ */
+
+#include <omp.h>
+
+#include "exp.h"
+
+#define PANEL 64
+#define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
+#define VECTORS 4
+#define CHUNK_BYTES (1 << 18) /* of x: with a panel, within the second-level cache */
+#define LINE 64
+
+#define UNROLL _Pragma("GCC unroll 8") /* or the array of sums stays in memory */
+
+typedef struct {
+    const bf16 *x;
+    int64_t x_row, rows, inputs; /* inputs: even */
+    const bf16 *panels;
+    bf16 *out; /* dense rows of `outputs` */
+    int64_t outputs;
+    int32_t gated, threads;
+} Linear;
+
+/* What a tile works on, and the part of the next panel that it asks for. */
+typedef struct {
+    const bf16 *x, *panel;
+    bf16 *out;
+    int64_t x_row, out_row, left; /* left: outputs from the panel's first on */
+    int pairs, gated, lines;
+    const char *ahead;
+} Tile;
+
+INLINE void store_plain(const Tile *tile, int r, const __m512 *sum) {
+    for (int c = 0; c < VECTORS && 16 * c < tile->left; c++)
+        store_lanes(tile->out + r * tile->out_row + 16 * c, lanes_of(tile->left - 16 * c), narrow(sum[c]));
+}
+
+INLINE void store_gated(const Tile *tile, int r, const __m512 *sum) {
+    for (int c = 0; c < VECTORS / 2 && 16 * c < tile->left; c++) {
+        __m512 gated = silu_times(rounded(sum[c]), rounded(sum[c + VECTORS / 2]));
+        store_lanes(tile->out + r * tile->out_row + 16 * c, lanes_of(tile->left - 16 * c), narrow(gated));
+    }
+}
+
+INLINE void multiply_tile(const int R, const Tile *tile) {
+    __m512 sum[TILE_ROWS][VECTORS];
+    UNROLL
+    for (int r = 0; r < R; r++)
+    UNROLL
+        for (int c = 0; c < VECTORS; c++) sum[r][c] = _mm512_setzero_ps();
+    const bf16 *x = tile->x, *panel = tile->panel;
+    int64_t x_row = tile->x_row;
+    int lines = tile->lines;
+    for (int k = 0; k < tile->pairs; k++) {
+        __m512i weight[VECTORS];
+    UNROLL
+        for (int c = 0; c < VECTORS; c++) weight[c] = _mm512_loadu_si512(panel + (k * VECTORS + c) * 32);
+        if (k < lines) _mm_prefetch(tile->ahead + (int64_t)k * LINE, _MM_HINT_T1);
+    UNROLL
+        for (int r = 0; r < R; r++) {
+            __m512i input = broadcast_pair(x + r * x_row + 2 * k);
+    UNROLL
+            for (int c = 0; c < VECTORS; c++) sum[r][c] = dot(sum[r][c], weight[c], input);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < R; r++)
+        if (tile->gated)
+            store_gated(tile, r, sum[r]);
+        else
+            store_plain(tile, r, sum[r]);
+}
+
+typedef void MultiplyTile(const Tile *);
+#define TILE(R) \
+    static void multiply_tile_##R(const Tile *tile) { multiply_tile(R, tile); }
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+static MultiplyTile *const TILES[TILE_ROWS] = {multiply_tile_1, multiply_tile_2, multiply_tile_3,
+                                               multiply_tile_4, multiply_tile_5, multiply_tile_6};
+
+/* Rows [low, high) on one panel; `part` of `parts` of the next panel is fetched meanwhile. */
+static void multiply_panel(const Linear *job, int64_t panel, int64_t num_panels, int64_t low, int64_t high, int64_t part,
+                           int64_t parts) {
+    int64_t size = job->inputs * PANEL, width = job->gated ? PANEL / 2 : PANEL, rows = high - low;
+    int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, lines = size * (int64_t)sizeof(bf16) / LINE, each = 0, first = 0;
+    if (panel + 1 < num_panels) {
+        first = lines * part / parts;
+        each = (lines / parts + tiles - 1) / tiles;
+        if (each > job->inputs / 2) each = job->inputs / 2;
+    }
+    Tile tile = {.panel = job->panels + panel * size,
+                 .x_row = job->x_row,
+                 .out_row = job->outputs,
+                 .left = job->outputs - panel * width,
+                 .pairs = (int)(job->inputs / 2),
+                 .gated = job->gated,
+                 .lines = (int)each};
+    for (int64_t i = 0; i < tiles; i++) {
+        int64_t begin = low + rows * i / tiles, end = low + rows * (i + 1) / tiles;
+        tile.x = job->x + begin * job->x_row;
+        tile.out = job->out + begin * job->outputs + panel * width;
+        tile.ahead = (const char *)(tile.panel + size) + (first + i * each) * LINE;
+        TILES[end - begin - 1](&tile);
+    }
+}
+
+/* Every row of `out` is written. Chunks of rows go over all panels one after the other; where panels are too few to share them
+ * evenly between the threads, a chunk is cut into parts. */
+void batchrun_linear(const Linear *job) {
+    int64_t width = job->gated ? PANEL / 2 : PANEL, panels = (job->outputs + width - 1) / width, rows = job->rows;
+    if (rows == 0) return;
+    int64_t chunk = CHUNK_BYTES / (job->inputs * (int64_t)sizeof(bf16));
+    if (chunk < 8 * TILE_ROWS) chunk = 8 * TILE_ROWS;
+    int64_t chunks = (rows + chunk - 1) / chunk, parts = (16 * job->threads + panels - 1) / panels;
+    if (parts > rows / chunks / (2 * TILE_ROWS)) parts = rows / chunks / (2 * TILE_ROWS);
+    if (parts < 1 || job->threads == 1) parts = 1;
+    int64_t tasks = chunks * panels * parts;
+#pragma omp parallel for num_threads(job->threads) schedule(static) if (job->threads > 1 && tasks > 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t at = task / (panels * parts), panel = task / parts % panels, part = task % parts;
+        int64_t begin = rows * at / chunks, size = rows * (at + 1) / chunks - begin;
+        multiply_panel(job, panel, panels, begin + size * part / parts, begin + size * (part + 1) / parts, part, parts);
+    }
+}
