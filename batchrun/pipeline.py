@@ -27,6 +27,7 @@ from batchrun.resume import check_output, check_resumable, prepare
 from batchrun.rows import RowError, check_input_columns
 from batchrun.sinks import PartWriter, finish
 from batchrun.sources import Source
+from batchrun.time_left import OutputsLeft
 
 if TYPE_CHECKING:
     from batchrun.engine.engine import Engine
@@ -106,7 +107,7 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     prepared = prepare(options.output, _fingerprint(options, source, model.found), **place)
     if prepared.work is None:
         note = f"{options.output} is finished already, by a run of the same input and options"
-        return RunResult(prepared.summary, 0, options.output, [note])
+        return RunResult(prepared.summary, int(prepared.summary.get("failed", 0) > 0), options.output, [note])
     work = prepared.work
     try:
         job = _Job(options, source, model, kv, work, progress, stop or (lambda: False), timer)
@@ -257,6 +258,7 @@ class _Job:
     def _compute(self, engine: "Engine", plan: JobPlan) -> None:
         """Run the engine to the end; results reach the disk as they come."""
         self._progress.phase("running")
+        outputs = OutputsLeft(plan)
         # The wall clock is read once: a clock that is set during the run moves no row's times.
         zero = datetime.now(UTC)
         profile = None
@@ -267,10 +269,11 @@ class _Job:
         try:
             for completions in engine.run(plan.prompts, plan.trie, plan.order, profile.add if profile else None):
                 for completion in completions:
+                    outputs.end(completion)
                     for row in _results(completion, plan, zero, self._work.run_id):
                         self._add(row)
                 self._writer.flush_if_due()
-                self._report(engine, plan)
+                self._report(engine, plan, outputs)
                 self.stop_if_asked()
         except Stopped:
             raise
@@ -293,7 +296,7 @@ class _Job:
         if self._num_added % POLL_ROWS == 0:  # a step can finish very many rows: duplicates, and copies of a greedy row
             self.stop_if_asked()
 
-    def _report(self, engine: "Engine", plan: JobPlan) -> None:
+    def _report(self, engine: "Engine", plan: JobPlan, outputs: OutputsLeft) -> None:
         stats = engine.stats
         self._progress.update(
             done_rows=self._num_done,
@@ -302,6 +305,7 @@ class _Job:
             prompt_tokens_done=stats.computed_prompt_tokens - stats.recomputed_tokens,
             prompt_tokens_total=plan.trie.trie_tokens,
             output_tokens=stats.output_tokens,
+            output_tokens_left=outputs.tokens(stats.output_tokens),
             running=engine.running,
             kv_used_share=engine.kv_used_share,
         )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self, TextIO
 
+from batchrun.time_left import TimeLeft
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 PHASES = ("reading", "loading", "planning", "running", "writing")
 _WINDOW_S = 30.0  # speeds are those of this last stretch
 _REDRAW_S = 0.2  # the engine steps more often than anybody can read
-_LEAST_SHARE = 0.01  # no guess of the time left before this much is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Counts:
     prompt_tokens_done: int
     prompt_tokens_total: int
     output_tokens: int
+    output_tokens_left: float
     running: int
     kv_used_share: float
 
@@ -50,14 +52,14 @@ class Speed(NamedTuple):
 
 
 class Meter:
-    """Speeds and the time left, from counts at their times. What was done before the first counts (a resumed run) is not ours."""
+    """Speeds and the time left, from counts at their times."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Counts]] = deque()
-        self._first: tuple[float, Counts] | None = None
+        self._time_left = TimeLeft()
 
     def add(self, now: float, counts: Counts) -> None:
-        self._first = self._first or (now, counts)
+        self._time_left.add(now, counts.prompt_tokens_done, counts.output_tokens)
         # One sample a second is enough, and the oldest one kept lies just outside the window.
         if not self._seen or now - self._seen[-1][0] >= 1.0:
             self._seen.append((now, counts))
@@ -65,16 +67,14 @@ class Meter:
                 self._seen.popleft()
 
     def speed(self, now: float, counts: Counts) -> Speed:
-        if self._first is None or now <= self._seen[0][0]:
+        if now <= self._seen[0][0]:
             return Speed(None, None, None)
         before, old = self._seen[0]
         elapsed = now - before
         prefill = (counts.prompt_tokens_done - old.prompt_tokens_done) / elapsed
         decode = (counts.output_tokens - old.output_tokens) / elapsed
-        began, first = self._first
-        done = counts.share - first.share
-        left = (now - began) * (1.0 - counts.share) / done if done >= _LEAST_SHARE else None
-        return Speed(prefill, decode, left)
+        prompt_tokens_left = counts.prompt_tokens_total - counts.prompt_tokens_done
+        return Speed(prefill, decode, self._time_left.seconds(prompt_tokens_left, counts.output_tokens_left))
 
 
 class Progress:
@@ -126,6 +126,7 @@ class Progress:
         prompt_tokens_done: int,
         prompt_tokens_total: int,
         output_tokens: int,
+        output_tokens_left: float,
         running: int,
         kv_used_share: float,
     ) -> None:
@@ -138,6 +139,7 @@ class Progress:
             prompt_tokens_done: prompt tokens computed.
             prompt_tokens_total: prompt tokens to compute.
             output_tokens: tokens generated.
+            output_tokens_left: tokens that are expected still to be.
             running: sequences being decoded.
             kv_used_share: share of the KV pool in use, 0 to 1.
         """
@@ -145,7 +147,15 @@ class Progress:
             return
         now = self._clock()
         counts = Counts(
-            done_rows, total_rows, failed, prompt_tokens_done, prompt_tokens_total, output_tokens, running, kv_used_share
+            done_rows,
+            total_rows,
+            failed,
+            prompt_tokens_done,
+            prompt_tokens_total,
+            output_tokens,
+            output_tokens_left,
+            running,
+            kv_used_share,
         )
         self._meter.add(now, counts)
         if not self._due(now, _REDRAW_S if self._live else self._interval):

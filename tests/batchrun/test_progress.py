@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 
@@ -27,7 +28,7 @@ def run_for(progress: Progress, clock: Clock, seconds: int, total: int = 200) ->
     """Ten updates a second: 2 rows, 100 prompt tokens and 50 output tokens of each second."""
     for tick in range(seconds * 10):
         done = tick / 10
-        progress.update(int(2 * done), total, 1, int(100 * done), 50 * total, int(50 * done), 64, 0.456)
+        progress.update(int(2 * done), total, 1, int(100 * done), 50 * total, int(50 * done), 25 * total - 50 * done, 64, 0.456)
         clock.now += 0.1
 
 
@@ -57,7 +58,7 @@ def test_speeds_follow_the_last_stretch() -> None:
     progress = Progress(stream=stream, interval=1.0, clock=clock)
     for second in range(100):
         tokens = 1000 * min(second, 40)  # prefill ends after 40 s
-        progress.update(0, 10, 0, tokens, 40_000, 10 * second, 8, 0.5)
+        progress.update(0, 10, 0, tokens, 40_000, 10 * second, 1000 - 10 * second, 8, 0.5)
         clock.now += 1.0
     lines = stream.getvalue().splitlines()
     assert "prefill 1000 tok/s, decode 10 tok/s" in lines[35]
@@ -67,18 +68,30 @@ def test_speeds_follow_the_last_stretch() -> None:
 def test_a_resumed_run_does_not_count_earlier_rows_as_its_own_speed() -> None:
     clock, stream = Clock(), io.StringIO()
     progress = Progress(stream=stream, interval=10.0, clock=clock)
-    progress.update(500, 1000, 0, 0, 0, 0, 8, 0.5)
-    clock.now += 10.0
-    progress.update(550, 1000, 0, 0, 0, 0, 8, 0.5)
+    for second in range(11):
+        progress.update(500 + 5 * second, 1000, 0, 0, 0, 50 * second, 10 * (500 - 5 * second), 8, 0.5)
+        clock.now += 1.0
     assert stream.getvalue().splitlines()[-1].endswith("1m 30s left")  # 450 rows at 5 a second
+
+
+def test_rows_that_all_end_together_do_not_make_the_time_left_climb() -> None:
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(stream=stream, interval=10.0, clock=clock)
+    for second in range(101):  # 10 s of prompts, then 90 s of answers, of which none ends before the last step
+        prompts, answers = 1000 * min(second, 10), 50 * max(second - 10, 0)
+        progress.update(0, 200, 0, prompts, 10_000, answers, 4500 - answers, 200, 0.5)
+        clock.now += 1.0
+    shown = [re.search(r"(?:(\d+)m )?(\d+)s left", line) for line in stream.getvalue().splitlines()[1:]]
+    told = [60 * int(found[1] or 0) + int(found[2]) for found in shown if found]
+    assert told == [80, 70, 60, 50, 40, 30, 20, 10, 0]
 
 
 def test_nothing_to_do_and_nothing_done_yet_show_no_time_left() -> None:
     clock, stream = Clock(), io.StringIO()
     progress = Progress(stream=stream, interval=1.0, clock=clock)
-    progress.update(0, 0, 0, 0, 0, 0, 0, 0.0)
+    progress.update(0, 0, 0, 0, 0, 0, 0, 0, 0.0)
     clock.now += 2.0
-    progress.update(0, 10, 0, 1, 1000, 0, 4, 0.0)
+    progress.update(0, 10, 0, 1, 1000, 0, 500, 4, 0.0)
     assert stream.getvalue().splitlines() == [
         "batchrun: 0/0 rows, 0 running, KV 0%",
         "batchrun: 0/10 rows, 0% of prompt tokens, prefill 0 tok/s, decode 0 tok/s, 4 running, KV 0%",
@@ -116,7 +129,7 @@ def test_a_terminal_gets_a_bar_that_is_taken_away_at_the_end(monkeypatch: pytest
 def test_without_a_terminal_rich_is_not_imported_and_c_locale_is_fine() -> None:
     code = (
         "import sys; from batchrun.progress import Progress; p = Progress(); p.phase('loading');"
-        "p.update(1, 2, 0, 5, 10, 3, 1, 0.5); p.close(); assert 'rich' not in sys.modules"
+        "p.update(1, 2, 0, 5, 10, 3, 9, 1, 0.5); p.close(); assert 'rich' not in sys.modules"
     )
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60, check=False)
