@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from batchrun.cli.main import cli
+from batchrun.overrides import BOOL_COLUMNS, INT_COLUMNS, OVERRIDES
 
 TARGET = Path(__file__).with_name("cli.md")
 WIDTH = 110
@@ -17,6 +18,15 @@ Exit codes: 0 every row is fine; 1 finished, some rows have errors; 2 refused be
 """
 
 
+COLUMNS = """## Columns that set something for their row
+
+Null takes the option's value. A value that cannot be costs its row; a column of a type that cannot be is refused.
+
+| column | type | instead of |
+|---|---|---|
+"""
+
+
 def reference() -> str:
     """The whole page."""
     root = _context(cli, None, "batchrun")
@@ -25,7 +35,17 @@ def reference() -> str:
         command = cli.get_command(root, name)
         assert command is not None, f"batchrun --help lists {name}, which is not there"
         parts.append(_section(_context(command, root, name)))
-    return "\n".join(parts)
+    return "\n".join([*parts, _columns()])
+
+
+def _columns() -> str:
+    """The columns that set something for their row."""
+    lines = []
+    for name in OVERRIDES:
+        kind = "a whole number" if name in INT_COLUMNS else "boolean" if name in BOOL_COLUMNS else "a number"
+        kind = "string, or a list of strings" if name == "stop" else kind
+        lines.append(f"| `{name}` | {kind} | `--{name.replace('_', '-')}` |")
+    return COLUMNS + "\n".join(lines) + "\n"
 
 
 def _context(command: click.Command, parent: click.Context | None, name: str) -> click.Context:

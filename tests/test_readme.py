@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from batchrun.overrides import OVERRIDES
 from batchrun.results import RESULT_FIELDS
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +40,13 @@ def test_readme_lists_every_output_column_in_order() -> None:
     assert named == [*(name for name, _ in RESULT_FIELDS), "output_ids"]
 
 
+def test_readme_and_reference_list_every_column_that_sets_something_for_its_row() -> None:
+    paragraph = README.partition("A column named like a setting")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", paragraph)) == sorted(OVERRIDES)
+    table = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").partition("## Columns that set something")[2]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(OVERRIDES)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text(encoding="utf-8")):
@@ -67,3 +75,4 @@ def test_readme_commands_work_one_after_the_other(tmp_path: Path, embedded_model
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\d+ prompt tokens computed of \d+", done.stdout)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "examples"], "the tour writes into the clone itself"

@@ -30,7 +30,7 @@ def sql_command(output: Path, query: str, file_format: str | None, target: Path 
 
     \b
     batchrun sql answers.parquet "select finish_reason, count(*), avg(ttft_ms) from rows group by 1"
-    batchrun sql answers.parquet "select * from rows where error is not null" --format csv
+    batchrun sql answers.parquet "select row_index, error from rows where finish_reason = 'error'" --format csv
     """
     chosen = _choose(file_format, target)
     text = sys.stdin.read() if query == "-" else query
