@@ -24,6 +24,8 @@
 #define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
 #define TILE_VECTORS 4
 
+#define HINT _MM_HINT_T1 /* a block and the one after it do not fit into the first-level cache */
+
 #define UNROLL _Pragma("GCC unroll 8") /* or the arrays of sums stay in memory */
 
 typedef struct {
@@ -76,8 +78,10 @@ INLINE __m512 one_if_zero(__m512 x) {
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
 }
 
-/* scores[row][16 * page + lane] of R rows and C pages. */
-INLINE void score_tile(const int R, const int C, const bf16 *const *queries, const bf16 *const *keys, int dim, float *scores) {
+/* scores[row][16 * page + lane] of R rows and C pages. With A, the lines of the pages `ahead` are fetched meanwhile, each when the
+ * one that lies at its place in a page is read. */
+INLINE void score_tile(const int R, const int C, const int A, const bf16 *const *queries, const bf16 *const *keys, const bf16 *const *ahead,
+                       int dim, float *scores) {
     __m512 sum[TILE_ROWS][TILE_VECTORS];
     UNROLL
     for (int r = 0; r < R; r++)
@@ -87,6 +91,8 @@ INLINE void score_tile(const int R, const int C, const bf16 *const *queries, con
         __m512i key[TILE_VECTORS];
     UNROLL
         for (int c = 0; c < C; c++) key[c] = _mm512_loadu_si512(keys[c] + (int64_t)d * PAGE);
+    UNROLL
+        for (int c = 0; c < A * C; c++) _mm_prefetch(ahead[c] + (int64_t)d * PAGE, HINT);
     UNROLL
         for (int r = 0; r < R; r++) {
             __m512i query = broadcast_pair(queries[r] + d);
@@ -101,8 +107,8 @@ INLINE void score_tile(const int R, const int C, const bf16 *const *queries, con
 }
 
 /* out[row][16 * c ...] = scale[row] * out + sum over pairs of weights times values, of R rows and C registers of dims. */
-INLINE void value_tile(const int R, const int C, const uint32_t *weights, const bf16 *const *values, int num_pairs, int dim,
-                       const float *scale, float *out) {
+INLINE void value_tile(const int R, const int C, const int A, const uint32_t *weights, const bf16 *const *values, const bf16 *const *ahead,
+                       int num_pairs, int first, int dim, const float *scale, float *out) {
     __m512 sum[TILE_ROWS][TILE_VECTORS];
     UNROLL
     for (int r = 0; r < R; r++)
@@ -112,7 +118,10 @@ INLINE void value_tile(const int R, const int C, const uint32_t *weights, const 
     for (int j = 0; j < num_pairs; j++) {
         __m512i value[TILE_VECTORS];
     UNROLL
-        for (int c = 0; c < C; c++) value[c] = _mm512_loadu_si512(values[j] + c * 32);
+        for (int c = 0; c < C; c++) value[c] = _mm512_loadu_si512(values[j] + 2 * first + c * 32);
+    UNROLL
+        for (int c = 0; c < A * C; c++)
+            _mm_prefetch(ahead[j / PAIRS] + (PAGE + j % PAIRS * 2) * (int64_t)dim + 2 * first + c * 32, HINT);
     UNROLL
         for (int r = 0; r < R; r++) {
             __m512i weight = broadcast_pair(weights + r * BLOCK_PAIRS + j);
@@ -126,25 +135,26 @@ INLINE void value_tile(const int R, const int C, const uint32_t *weights, const 
         for (int c = 0; c < C; c++) _mm512_storeu_ps(out + r * dim + c * 16, sum[r][c]);
 }
 
-typedef void ScoreTile(const bf16 *const *, const bf16 *const *, int, float *);
-typedef void ValueTile(const uint32_t *, const bf16 *const *, int, int, int, const float *, float *);
+typedef void ScoreTile(const bf16 *const *, const bf16 *const *, const bf16 *const *, int, float *);
+typedef void ValueTile(const uint32_t *, const bf16 *const *, const bf16 *const *, int, int, int, const float *, float *);
 
-#define TILE(R, C)                                                                                               \
-    static void score_tile_##R##_##C(const bf16 *const *queries, const bf16 *const *keys, int dim, float *out) { \
-        score_tile(R, C, queries, keys, dim, out);                                                               \
-    }                                                                                                            \
-    static void value_tile_##R##_##C(const uint32_t *weights, const bf16 *const *rows, int num_pairs, int first, \
-                                     int dim, const float *scale, float *out) {                                  \
-        const bf16 *values[BLOCK_PAIRS];                                                                         \
-        for (int j = 0; j < num_pairs; j++) values[j] = rows[j] + 2 * first;                                     \
-        value_tile(R, C, weights, values, num_pairs, dim, scale, out + first);                                   \
+#define TILE(R, C, A)                                                                                          \
+    static void score_tile_##R##_##C##_##A(const bf16 *const *queries, const bf16 *const *keys,                \
+                                           const bf16 *const *ahead, int dim, float *out) {                    \
+        score_tile(R, C, A, queries, keys, ahead, dim, out);                                                   \
+    }                                                                                                          \
+    static void value_tile_##R##_##C##_##A(const uint32_t *weights, const bf16 *const *values,                 \
+                                           const bf16 *const *ahead, int num_pairs, int first, int dim,        \
+                                           const float *scale, float *out) {                                   \
+        value_tile(R, C, A, weights, values, ahead, num_pairs, first, dim, scale, out + first);                \
     }
-#define TILES(R) TILE(R, 1) TILE(R, 2) TILE(R, 3) TILE(R, 4)
+#define TILES(R) TILE(R, 1, 0) TILE(R, 2, 0) TILE(R, 3, 0) TILE(R, 4, 0) TILE(R, 1, 1) TILE(R, 2, 1) TILE(R, 3, 1) TILE(R, 4, 1)
 TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
-#define NAMES(KIND, R) {KIND##_tile_##R##_1, KIND##_tile_##R##_2, KIND##_tile_##R##_3, KIND##_tile_##R##_4}
-#define TABLE(KIND) {NAMES(KIND, 1), NAMES(KIND, 2), NAMES(KIND, 3), NAMES(KIND, 4), NAMES(KIND, 5), NAMES(KIND, 6)}
-static ScoreTile *const SCORE_TILES[TILE_ROWS][TILE_VECTORS] = TABLE(score);
-static ValueTile *const VALUE_TILES[TILE_ROWS][TILE_VECTORS] = TABLE(value);
+#define NAMES(KIND, R, A) {KIND##_tile_##R##_1_##A, KIND##_tile_##R##_2_##A, KIND##_tile_##R##_3_##A, KIND##_tile_##R##_4_##A}
+#define HALF(KIND, A)                                                                                                         \
+    {NAMES(KIND, 1, A), NAMES(KIND, 2, A), NAMES(KIND, 3, A), NAMES(KIND, 4, A), NAMES(KIND, 5, A), NAMES(KIND, 6, A)}
+static ScoreTile *const SCORE_TILES[2][TILE_ROWS][TILE_VECTORS] = {HALF(score, 0), HALF(score, 1)};
+static ValueTile *const VALUE_TILES[2][TILE_ROWS][TILE_VECTORS] = {HALF(value, 0), HALF(value, 1)};
 
 static const bf16 ZERO_VALUES[2 * MAX_DIM] __attribute__((aligned(64)));
 
@@ -196,11 +206,19 @@ typedef struct {
     int num_pages, num_keys;
 } Ahead;
 
-static void prefetch_pages(const Ahead *ahead, int low, int high, int dim) {
-    for (int i = low; i < high && ahead->entries[i].position < ahead->num_keys; i++) {
-        const char *page = (const char *)(ahead->head + (int64_t)ahead->entries[i].page * 2 * PAGE * dim);
-        for (int64_t at = 0; at < 4 * PAGE * (int64_t)dim; at += 64) _mm_prefetch(page + at, _MM_HINT_T0);
+/* The pages that take the places of a block's `num_pages` when it is done; the last of them more than once, or none: NULL. Those
+ * beyond are fetched at once. */
+static const bf16 *const *pages_ahead(const Ahead *ahead, int num_pages, int dim, const bf16 **pages) {
+    int count = 0;
+    for (int i = 0; i < ahead->num_pages && ahead->entries[i].position < ahead->num_keys; i++) {
+        const bf16 *page = ahead->head + (int64_t)ahead->entries[i].page * 2 * PAGE * dim;
+        if (i < num_pages)
+            pages[count++] = page;
+        else
+            for (int64_t at = 0; at < 2 * PAGE * (int64_t)dim; at += 32) _mm_prefetch(page + at, HINT);
     }
+    for (int i = count; i < num_pages && count; i++) pages[i] = pages[count - 1];
+    return count ? pages : NULL;
 }
 
 /* Rows of a tile and their running state. */
@@ -223,14 +241,14 @@ static void mask_scores(const Tile *tile, const Block *block, int num_pages, flo
         }
 }
 
-static void attend_tile(const Tile *tile, const Block *block, int dim, float scale) {
+static void attend_tile(const Tile *tile, const Block *block, const bf16 *const *ahead, int dim, float scale) {
     int num_pages = block->num_pages, rows = tile->rows;
     while (num_pages > 0 && block->position[num_pages - 1] >= tile->limits[rows - 1]) num_pages--;
     if (num_pages == 0) return;
     float scores[TILE_ROWS * BLOCK_KEYS] __attribute__((aligned(64)));
     for (int i = 0; i < num_pages; i += TILE_VECTORS) {
         int count = num_pages - i < TILE_VECTORS ? num_pages - i : TILE_VECTORS;
-        SCORE_TILES[rows - 1][count - 1](tile->queries, block->keys + i, dim, scores + i * PAGE);
+        SCORE_TILES[ahead != NULL][rows - 1][count - 1](tile->queries, block->keys + i, ahead + (ahead ? i : 0), dim, scores + i * PAGE);
     }
     int last = num_pages - 1, end = block->position[last] + block->high[last] - block->low[last];
     if (block->masked || tile->limits[0] < end) mask_scores(tile, block, num_pages, scores);
@@ -269,7 +287,7 @@ static void attend_tile(const Tile *tile, const Block *block, int dim, float sca
     }
     for (int vectors = dim / 16, d = 0; vectors > 0;) {
         int groups = (vectors + TILE_VECTORS - 1) / TILE_VECTORS, count = (vectors + groups - 1) / groups;
-        VALUE_TILES[rows - 1][count - 1](weights, block->values, num_pages * PAIRS, d, dim, shrink, tile->sums);
+        VALUE_TILES[ahead != NULL][rows - 1][count - 1](weights, block->values, ahead, num_pages * PAIRS, d, dim, shrink, tile->sums);
         vectors -= count;
         d += 16 * count;
     }
@@ -307,8 +325,8 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
         Ahead ahead = *following;
         if (rest > BLOCK_PAGES && entries[e + BLOCK_PAGES].position < most)
             ahead = (Ahead){head, entries + e + BLOCK_PAGES, rest < 2 * BLOCK_PAGES ? rest - BLOCK_PAGES : BLOCK_PAGES, most};
-        for (int i = 0; i < tiles; i++) {
-            prefetch_pages(&ahead, ahead.num_pages * i / tiles, ahead.num_pages * (i + 1) / tiles, dim);
+        const bf16 *places[BLOCK_PAGES], *const *fetched = pages_ahead(&ahead, block.num_pages, dim, places);
+        for (int i = 0; i < tiles; i++, fetched = NULL) {
             int low = (int)((int64_t)rows * i / tiles), high = (int)((int64_t)rows * (i + 1) / tiles);
             Tile tile = {.rows = high - low, .sums = sums + (int64_t)low * dim, .maximum = maximum + low, .total = total + low};
             for (int r = low, token = low / group, h = low % group; r < high; r++) {
@@ -316,7 +334,7 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
                 tile.limits[r - low] = item.causal ? limit + token : limit;
                 if (++h == group) h = 0, token++;
             }
-            attend_tile(&tile, &block, dim, scale);
+            attend_tile(&tile, &block, fetched, dim, scale);
         }
     }
     for (int r = 0; r < rows; r++) {
