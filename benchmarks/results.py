@@ -33,14 +33,14 @@ class RunFailed(Exception):
     """The program ended with another exit code than 0."""
 
 
-def run_batchrun(data: Path, options: Sequence[str]) -> ProgramRun:
-    """Run `batchrun run` on one file in a process of its own and throw its output away.
+def run_batchrun(data: Path, options: Sequence[str], keep: Path | None = None) -> ProgramRun:
+    """Run `batchrun run` on one file in a process of its own; its output goes to `keep`, or is thrown away.
 
     Raises:
         RunFailed: with the exit code and the last line that the program wrote.
     """
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        output = Path(scratch) / "answers.parquet"
+        output = keep or Path(scratch) / "answers.parquet"
         command = [sys.executable, "-m", "batchrun", "run", str(data), "-o", str(output), "--summary-json", *options]
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=out, stderr=err)
