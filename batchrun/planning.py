@@ -163,8 +163,9 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
     prompts, errors = _within_context(prompts, model.max_context)
     prompts, copies = _one_sample_when_greedy(prompts)
     repeated = int((copies > 1).sum())
+    alone = np.zeros(len(prompts), bool)
     while True:
-        trie = build_trie(prompts.tokens, prompts.begin, prompts.length, shared=limits.prefix_cache)
+        trie = build_trie(prompts.tokens, prompts.begin, prompts.length, limits.prefix_cache, alone)
         representative = _representatives(trie, prompts, limits)
         kept = representative == np.arange(len(prompts))
         layout = _lay_out(take(prompts, kept), trie.keep_rows(kept), kv.page_size)
@@ -173,14 +174,23 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
         unfit = (layout.pages > most_pages)[local]
         if not unfit.any():
             break
-        # Without these rows, those that shared their path have fewer nodes and need fewer pages: lay out again.
-        errors += [_never_fits(prompts, int(row), int(layout.pages[local[row]]), most_pages, kv) for row in np.flatnonzero(unfit)]
-        prompts, copies = take(prompts, ~unfit), copies[~unfit]
+        needed = -(-prompts.length // kv.page_size) + layout.output_pages[local]
+        never = needed > most_pages
+        errors += [_never_fits(prompts, int(row), int(needed[row]), most_pages, kv) for row in np.flatnonzero(never)]
+        if not never.any():
+            # Each node of a path begins a page: in one piece, shared with no other, these rows need fewer and do fit.
+            alone |= unfit
+        prompts, copies, alone = take(prompts, ~never), copies[~never], alone[~never]
     errors.sort(key=lambda error: error.row_index)
     expected_output = (layout.max_tokens * layout.samples).astype(np.float64)
     order = order_rows(layout.trie, expected_output, "given" if limits.order == "given" else "plan")
     max_running = limits.max_running or DEFAULT_MAX_RUNNING
     by_computed = np.argsort(local, kind="stable")
+    warnings = [f"{_rows(repeated)} greedy with n > 1: computed once, its one output written n times"] if repeated else []
+    if alone.any():
+        warnings.append(
+            f"{_rows(int(alone.sum()))} computed without sharing: in the pieces of its path it does not fit the KV pool"
+        )
     return JobPlan(
         layout=layout,
         order=order,
@@ -193,7 +203,7 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
             job_seed=limits.seed,
         ),
         errors=errors,
-        warnings=[f"{_rows(repeated)} greedy with n > 1: computed once, its one output written n times"] if repeated else [],
+        warnings=warnings,
         prompt_tokens=int(prompts.length.sum(dtype=np.int64)),
         target_begin=np.searchsorted(local[by_computed], np.arange(len(layout.prompts) + 1)).astype(np.int64),
         target_row=prompts.row_index[by_computed],
@@ -361,8 +371,7 @@ def rows_side_by_side(plan: JobPlan, pages: int, depth_first: bool) -> int:
 def _never_fits(prompts: PromptSet, row: int, pages: int, pool_pages: int, kv: KVSize) -> RowError:
     message = (
         f"the row needs {pages * kv.page_size} tokens of KV memory ({prompts.length[row]} prompt and up to "
-        f"{prompts.params(row).max_tokens} output, in whole pages of {kv.page_size}, each part of the prompt that others share "
-        f"on pages of its own) and the pool has {pool_pages * kv.page_size}: raise --kv-tokens or --kv-memory, "
-        "or lower max_tokens"
+        f"{prompts.params(row).max_tokens} output, in whole pages of {kv.page_size}) and the pool has "
+        f"{pool_pages * kv.page_size}: raise --kv-tokens or --kv-memory, or lower max_tokens"
     )
     return RowError(row_index=int(prompts.row_index[row]), message=message)

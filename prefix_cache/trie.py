@@ -109,12 +109,18 @@ class Trie:
         )
 
 
-def build_trie(tokens: Int32Array, begin: Int64Array, length: Int32Array, shared: bool = True) -> Trie:
+def build_trie(
+    tokens: Int32Array,
+    begin: Int64Array,
+    length: Int32Array,
+    shared: bool = True,
+    alone: npt.NDArray[np.bool_] | None = None,
+) -> Trie:
     """The radix tree of the rows `tokens[begin[i] : begin[i] + length[i]]`.
 
     tokens int32, ids >= 0, may be a memory map; begin int64 [R]; length int32 [R], each at least 1.
-    With `shared` False no two rows share a node: one node per row, in row order. Raises ValueError when a row is empty,
-    or when rows part at a negative id.
+    With `shared` False no two rows share a node: one node per row, in row order. `alone`, bool [R], names rows that share
+    no node with any other; they come last. Raises ValueError when a row is empty, or when rows part at a negative id.
 
     Rows are sorted; a stack turns the longest common prefixes of neighbours into nodes (the tree of LCP intervals: Kasai et
     al. 2001, Abouelhoda et al. 2004).
@@ -123,8 +129,12 @@ def build_trie(tokens: Int32Array, begin: Int64Array, length: Int32Array, shared
         raise ValueError(f"row {int((length < 1).argmax())} has no tokens")
     if not shared:
         return _one_node_per_row(length)
-    sorted_rows, lcp = sort_rows(tokens, begin, length)
-    return _build_nodes(sorted_rows, lcp, length)
+    if alone is None or not alone.any():
+        sorted_rows, lcp = sort_rows(tokens, begin, length)
+        return _build_nodes(sorted_rows, lcp, length)
+    others, last = np.flatnonzero(~alone), np.flatnonzero(alone)
+    order, lcp = sort_rows(tokens, begin[others], length[others])
+    return _build_nodes(np.append(others[order], last), np.append(lcp, np.zeros(len(last), lcp.dtype)), length)
 
 
 def _one_node_per_row(length: Int32Array) -> Trie:

@@ -128,6 +128,17 @@ def test_a_row_that_never_fits_is_an_error_with_needed_and_available_tokens() ->
     assert plan.config.kv_tokens == 64
 
 
+def test_rows_that_fit_in_one_piece_only_share_nothing_and_run() -> None:
+    # 48 tokens take 3 pages in one piece, 4 when the path is cut after 17 tokens, where the rows part.
+    rows = [[1] * 17 + [2] * 31, [1] * 48, [1] * 17, [5]]
+    plan = planned(rows, SamplingParams(max_tokens=1), Limits(kv_tokens=3 * PAGE))
+    assert plan.errors == []
+    assert plan.layout.pages.tolist() == [3, 3, 2, 1]
+    assert plan.trie.trie_tokens == 48 + 48 + 17 + 1
+    assert plan.warnings == ["2 rows are computed without sharing: the KV pool is too small for a prompt in pieces"]
+    assert planned(rows, SamplingParams(max_tokens=1), Limits(kv_tokens=4 * PAGE)).trie.trie_tokens == 17 + 31 + 31 + 1
+
+
 def test_a_row_fits_again_when_the_one_that_split_its_path_is_gone() -> None:
     # Row 1 alone takes 3 pages; while row 0 shares its first 17 tokens, its path is cut there and takes 4.
     rows = [[1] * 17 + [2] * 200, [1] * 48]

@@ -96,6 +96,29 @@ def test_unshared_trie_has_a_node_per_row():
     assert list(zip(trie.row_lo.tolist(), trie.row_hi.tolist(), strict=True)) == [(0, 3), (0, 1), (1, 2), (2, 3)]
 
 
+@settings(max_examples=80, deadline=None)
+@given(ROWS, st.randoms(use_true_random=False))
+def test_rows_alone_share_no_node_and_the_others_have_their_own_trie(rows, draw):
+    alone = np.array([draw.random() < 0.4 for _ in rows], bool)
+    others = np.flatnonzero(~alone).tolist()
+    trie, shared = build_trie(*columns(rows), alone=alone), build_trie(*columns([rows[row] for row in others]))
+    assert trie.num_nodes == shared.num_nodes + alone.sum()
+    for local, row in enumerate(others):
+        path, expected = trie.path(row), shared.path(local)
+        assert [(trie.start[node], trie.end[node]) for node in path] == [
+            (shared.start[node], shared.end[node]) for node in expected
+        ]
+        beneath = [trie.sorted_rows[trie.row_lo[node] : trie.row_hi[node]].tolist() for node in path]
+        assert beneath == [
+            [others[at] for at in shared.sorted_rows[shared.row_lo[node] : shared.row_hi[node]]] for node in expected
+        ]
+    for row in np.flatnonzero(alone).tolist():
+        (node,) = trie.path(row)
+        assert (trie.start[node], trie.end[node]) == (0, len(rows[row]))
+        assert trie.sorted_rows[trie.row_lo[node] : trie.row_hi[node]].tolist() == [row]
+    assert sorted(trie.sorted_rows.tolist()) == list(range(len(rows)))
+
+
 def test_file_without_rows_has_only_a_root():
     for shared in (True, False):
         trie = build_trie(*columns([]), shared=shared)
