@@ -41,8 +41,10 @@ def describe(failures: Iterable[Failure]) -> list[str]:
         kind = kind_of(failure.message)
         if kind in first or len(first) < MOST_KINDS:
             counts[kind] += 1
-            first.setdefault(kind, failure)
-    return [_line(count, first[kind]) for kind, count in counts.most_common(SHOWN_KINDS)]
+            first[kind] = min(first.get(kind, failure), failure)
+    # The same lines whatever the order in which the rows were finished.
+    kinds = sorted(counts, key=lambda kind: (-counts[kind], first[kind]))
+    return [_line(counts[kind], first[kind]) for kind in kinds[:SHOWN_KINDS]]
 
 
 def _failures(work: WorkFolder) -> Iterable[Failure]:

@@ -90,6 +90,12 @@ for line in sys.stdin:
 SAME_IN_ANY_RUN = ["id", "prompt", "row_index", "sample", "output", "finish_reason", "error", "prompt_tokens", "output_tokens"]
 SAME_IN_ANY_RUN += ["output_ids"]
 NUM_ROWS = 500
+ENDING = """\
+batchrun: 2 failed, such as row 17: column 'prompt' is null: every row needs a prompt
+batchrun: 2 failed, such as row 111: column 'prompt' is empty: every row needs a prompt
+batchrun: row 222 failed: the prompt has 600 tokens, more than the model's context of 512: shorten it
+495 ok, 5 failed
+"""
 
 
 class Ended(NamedTuple):
@@ -159,7 +165,7 @@ def run(folder: Path, tiny_model_folder: Path) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def unbroken(run: Run, folder: Path) -> list[dict[str, Any]]:
-    assert run("unbroken.parquet") == (1, "495 ok, 5 failed\n")
+    assert run("unbroken.parquet") == (1, ENDING)
     table = pq.read_table(folder / "unbroken.parquet")
     assert table["row_index"].to_pylist() == list(range(NUM_ROWS))
     assert len({tuple(ids) for ids in table["output_ids"].to_pylist() if ids}) > 100
@@ -210,7 +216,7 @@ def test_a_killed_run_goes_on_where_it_was(
     temporary = [path.name for path in work.glob("part-*.tmp")]
     assert bool(temporary) == (point == "part file")
     resumed = run(name, "--resume")
-    assert resumed == (1, "495 ok, 5 failed\n")
+    assert resumed == (1, ENDING)
     check_finished(folder / name, unbroken, durable)
     left = [row["prompt"] for row in unbroken if row["row_index"] not in durable and row["error"] is None]
     ids = Tokenizer.from_folder(tiny_model_folder).encode_raw(left)
