@@ -186,11 +186,6 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
     order = order_rows(layout.trie, expected_output, "given" if limits.order == "given" else "plan")
     max_running = limits.max_running or DEFAULT_MAX_RUNNING
     by_computed = np.argsort(local, kind="stable")
-    warnings = [f"{_rows(repeated)} greedy with n > 1: computed once, its one output written n times"] if repeated else []
-    if alone.any():
-        warnings.append(
-            f"{_rows(int(alone.sum()))} computed without sharing: in the pieces of its path it does not fit the KV pool"
-        )
     return JobPlan(
         layout=layout,
         order=order,
@@ -203,12 +198,21 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
             job_seed=limits.seed,
         ),
         errors=errors,
-        warnings=warnings,
+        warnings=_warnings(repeated, int(alone.sum())),
         prompt_tokens=int(prompts.length.sum(dtype=np.int64)),
         target_begin=np.searchsorted(local[by_computed], np.arange(len(layout.prompts) + 1)).astype(np.int64),
         target_row=prompts.row_index[by_computed],
         target_copies=copies[by_computed],
     )
+
+
+def _warnings(repeated: int, alone: int) -> list[str]:
+    warnings = []
+    if repeated:
+        warnings.append(f"{_rows(repeated)} greedy with n > 1: computed once, its one output written n times")
+    if alone:
+        warnings.append(f"{_rows(alone)} computed without sharing: the KV pool is too small for a prompt in pieces")
+    return warnings
 
 
 def _rows(count: int) -> str:
