@@ -107,7 +107,7 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     prepared = prepare(options.output, _fingerprint(options, source, model.found), **place)
     if prepared.work is None:
         note = f"{options.output} is finished already, by a run of the same input and options"
-        return RunResult(prepared.summary, int(prepared.summary.get("failed", 0) > 0), options.output, [note])
+        return RunResult(prepared.summary, 0, options.output, [note])
     work = prepared.work
     try:
         job = _Job(options, source, model, kv, work, progress, stop or (lambda: False), timer)

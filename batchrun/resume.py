@@ -129,21 +129,17 @@ def _refuse_difference(where: Path, before: Mapping[str, Any], now: Mapping[str,
     found = differences(before["fingerprint"], now)
     if not found:
         return
-    if before["fingerprint"].get("input") != now.get("input"):
-        found[0:0] = [_other_input(before.get("inputs"), inputs)]
+    # Nobody knows a file by its hash.
+    names = before.get("inputs")
+    found = [_other_input(names, inputs) if names and entry.startswith("input (") else entry for entry in found]
     raise Refused(
         f"--resume: {where} was made with other settings: {', '.join(found)}: give the same, or start over with --overwrite"
     )
 
 
-def _other_input(before: Any, now: tuple[str, ...]) -> str:
-    """What the inputs were called, since nobody knows a file by its hash."""
+def _other_input(before: list[str], now: tuple[str, ...]) -> str:
     names = ", ".join(now)
-    if not isinstance(before, list):  # of a version that did not note them
-        return f"another input than {names}"
-    if list(now) == before:
-        return f"{names} has changed since"
-    return f"the input was {', '.join(map(str, before))} and is now {names}"
+    return f"input ({names} holds other bytes than before)" if list(now) == before else f"input ({', '.join(before)} -> {names})"
 
 
 def check_output(
