@@ -241,7 +241,7 @@ class _Job:
         self._progress.phase("loading")
         model = load_model(self._model.found, self._options.device, self._options.dtype, self._options.threads)
         if (status := missing_kernel(self._options.dtype)) is not None:
-            self.warnings.append(f"attention runs without its compiled kernel, several times slower: {status}")
+            self.warnings.append(f"bfloat16 is computed without the compiled kernel, several times slower: {status}")
         engine = Engine(model, plan.config)
         self._timer.lap("load_s")
         return engine

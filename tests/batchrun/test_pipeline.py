@@ -319,3 +319,9 @@ def test_a_profile_that_cannot_be_written_is_refused_before_anything_is_made(job
         job.run({"prompt": ["one"]}, profile=job.folder / name)
     assert (job.folder / "old.parquet").read_bytes() == b"kept"
     assert sorted(path.name for path in job.folder.iterdir()) == ["input.parquet", "old.parquet"]
+
+
+def test_one_line_says_when_there_is_no_compiled_kernel(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchrun.pipeline.missing_kernel", lambda dtype: f"torch operations: no compiler for {dtype}")
+    (warning,) = job.run({"prompt": ["one"]}).warnings
+    assert warning.endswith("without the compiled kernel, several times slower: torch operations: no compiler for float32")
