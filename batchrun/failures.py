@@ -60,7 +60,8 @@ def _failures(work: WorkFolder) -> Iterable[Failure]:
 
 
 def _values(column: pa.ChunkedArray) -> list[object]:
-    return column.to_pylist()  # type: ignore[no-any-return]
+    values: list[object] = column.to_pylist()
+    return values
 
 
 def _line(count: int, example: Failure) -> str:

@@ -20,6 +20,7 @@ from batchrun.metrics import latency_columns
 from batchrun.opening import OpenedModel, check_kv_memory, kv_size, open_input, open_model, settle
 from batchrun.options import RunOptions
 from batchrun.planning import JobPlan, KVSize, make_plan, take
+from batchrun.profile import ProfileWriter, check_profile
 from batchrun.progress import Progress
 from batchrun.render import Renderer
 from batchrun.results import ResultRow, error_row, result_schema
@@ -93,8 +94,6 @@ def run(options: RunOptions, progress: Progress | None = None, stop: Callable[[]
     }
     check_output(options.output, **place)
     if options.profile is not None:
-        from batchrun.profile import check_profile  # brings torch along
-
         check_profile(options.profile, options.overwrite, [options.output, *map(Path, source.paths)])
     if options.resume:
         # What can be compared before torch and the model are there; `prepare` compares all of it.
@@ -258,18 +257,14 @@ class _Job:
     def _compute(self, engine: "Engine", plan: JobPlan) -> None:
         """Run the engine to the end; results reach the disk as they come."""
         self._progress.phase("running")
-        outputs = OutputsLeft(plan)
+        outputs = OutputsLeft(plan.prompts.row_index, plan.layout.max_tokens, plan.layout.samples)
         # The wall clock is read once: a clock that is set during the run moves no row's times.
         zero = datetime.now(UTC)
-        profile = None
-        if self._options.profile is not None:
-            from batchrun.profile import ProfileWriter
-
-            profile = ProfileWriter(self._options.profile)
+        profile = None if self._options.profile is None else ProfileWriter(self._options.profile)
         try:
             for completions in engine.run(plan.prompts, plan.trie, plan.order, profile.add if profile else None):
                 for completion in completions:
-                    outputs.end(completion)
+                    outputs.end(completion.row, len(completion.output_ids))
                     for row in _results(completion, plan, zero, self._work.run_id):
                         self._add(row)
                 self._writer.flush_if_due()

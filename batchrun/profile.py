@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.disk import writing
-from batchrun.engine.step_profile import StepRecord
+from batchrun.engine.outputs import StepRecord
 from batchrun.errors import Refused
 
 SCHEMA = pa.schema([(field.name, pa.int64() if field.type is int else pa.float64()) for field in fields(StepRecord)])

@@ -1,12 +1,10 @@
 """How long a run still takes: what is left of prompt and output tokens, at what each kind has cost so far."""
 
-import bisect
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from batchrun.engine.outputs import Completion
-    from batchrun.planning import JobPlan
+import numpy as np
+import numpy.typing as npt
 
 SAMPLE_S = 1.0
 LEAST_SAMPLES = 3
@@ -21,19 +19,19 @@ LEAST_SHARE = 0.02
 class OutputsLeft:
     """Expects the output tokens that are still to come, from the outputs that have ended."""
 
-    def __init__(self, plan: "JobPlan") -> None:
-        self._plan = plan
-        self._samples = int(plan.layout.samples.sum())
-        self._most = plan.max_output_tokens
+    def __init__(self, row_index: npt.NDArray[np.int64], max_tokens: npt.NDArray[np.int64], samples: npt.NDArray[Any]) -> None:
+        """Of each computed row: its row_index, ascending, its longest output, and its samples."""
+        self._row_index, self._max_tokens = row_index, max_tokens
+        self._samples = int(samples.sum())
+        self._most = int((max_tokens * samples).sum())
         self._num_ended = 0
         self._ended_tokens = 0
 
-    def end(self, completion: "Completion") -> None:
-        """One sample more is finished."""
-        row = bisect.bisect_left(self._plan.prompts.row_index, completion.row)
+    def end(self, row_index: int, output_tokens: int) -> None:
+        """One sample more of the row is finished."""
         self._num_ended += 1
-        self._most -= int(self._plan.layout.max_tokens[row])
-        self._ended_tokens += len(completion.output_ids)
+        self._most -= int(self._max_tokens[np.searchsorted(self._row_index, row_index)])
+        self._ended_tokens += output_tokens
 
     def tokens(self, generated: int) -> float:
         """Output tokens to come, when `generated` are there.

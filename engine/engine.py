@@ -8,14 +8,14 @@ import torch
 
 from batchrun.engine.config import EngineConfig
 from batchrun.engine.loader import LoadedModel
-from batchrun.engine.outputs import Completion, EngineStats, PromptSet
+from batchrun.engine.outputs import Completion, EngineStats, PromptSet, StepRecord
 from batchrun.engine.runner import Runner
 from batchrun.engine.sampler import Sampler, SampleRow
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.engine.scheduler import Scheduler
 from batchrun.engine.sequence import Sequence, Status
 from batchrun.engine.step import StepPlan
-from batchrun.engine.step_profile import StepProfiler, StepRecord
+from batchrun.engine.step_profile import StepProfiler
 from batchrun.engine.stopping import StopChecker
 from batchrun.prefix_cache.order import RowOrder
 from batchrun.prefix_cache.radix import Node

@@ -81,3 +81,41 @@ class EngineStats:
     decode_steps: int = 0
     """Steps that computed no prompt token."""
     peak_running: int = 0
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step. Seconds are of the host's clock: where a device works behind it, of giving it the work."""
+
+    step: int
+    """From 0."""
+    started_s: float
+    """On the engine's clock, whose zero is the first step."""
+    rows: int = 0
+    """Samples that hold pages."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """Tokens of outputs that were run through the model: one per decoding row."""
+    logit_rows: int = 0
+    segments: int = 0
+    """Attention's pairs of queries and a run of keys; in a step with the members of the one before, those of that one."""
+    kv_tokens: int = 0
+    """Slots in use, whole pages."""
+    schedule_s: float = 0.0
+    """Admitting rows and building the step: Python."""
+    plan_s: float = 0.0
+    """The kernels' attention plan."""
+    linear_s: float = 0.0
+    """Linear layers, the gate of the MLP included."""
+    attention_s: float = 0.0
+    elementwise_s: float = 0.0
+    """Norms and residuals."""
+    rotary_s: float = 0.0
+    """Rotary embedding and writing keys and values into the pool."""
+    forward_other_s: float = 0.0
+    """The rest of the forward pass: Python between the operations, gathers, the logits' conversion."""
+    sample_s: float = 0.0
+    collect_s: float = 0.0
+    """Stop checks and detokenisation: Python."""
+    write_s: float = 0.0
+    """What the caller did with the step's outputs: recording rows, writing files, reporting."""

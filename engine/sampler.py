@@ -107,7 +107,7 @@ class Sampler:
         min_p = _column([row.params.min_p for row in rows], torch.float32, device)
         uniform = _column(self._uniforms(rows), torch.float64, device)
         if not _truncated(params):
-            return ops.draw(logits, which, place, temperature.flatten(), min_p.flatten(), uniform.flatten())
+            return ops.draw(logits, ops.Draws(which, place, temperature.flatten(), min_p.flatten(), uniform.flatten()))
         scores = logits[which].float()
         # The maximum is taken off before the division, so that no temperature can overflow.
         scores.sub_(scores.gather(1, place[:, None])).div_(temperature)

@@ -4,6 +4,7 @@ import torch
 
 from batchrun.kernels.native import Native
 from batchrun.kernels.sampling import weight_scale
+from batchrun.kernels.spec import Draws
 
 
 def best(native: Native, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,23 +19,16 @@ def best(native: Native, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return place, finite
 
 
-def draw(
-    native: Native,
-    logits: torch.Tensor,
-    which: torch.Tensor,
-    place: torch.Tensor,
-    temperature: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> torch.Tensor:
+def draw(native: Native, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """The contract is in `ops.draw`."""
     rows, width = logits.shape
+    which, place = draws.which.contiguous(), draws.place.contiguous()
     assert which.dtype == place.dtype == torch.int64, f"rows are {which.dtype}, places {place.dtype}: expected int64"
     assert not len(which) or 0 <= int(which.min()) <= int(which.max()) < rows, f"rows {which.tolist()} of {rows}"
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     scale = weight_scale(width)
-    temperature, least = temperature.float().contiguous(), (min_p.float() * scale).contiguous()
-    which, place, uniform = which.contiguous(), place.contiguous(), uniform.double().contiguous()
+    temperature, uniform = draws.temperature.float().contiguous(), draws.uniform.double().contiguous()
+    least = (draws.min_p.float() * scale).contiguous()
     token = torch.empty(len(which), dtype=torch.int64)
     native.library.batchrun_draw(
         *(logits.data_ptr(), logits.stride(0), width),

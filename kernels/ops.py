@@ -18,12 +18,13 @@ from batchrun.kernels import (
 )
 from batchrun.kernels.cpu import PackedLinear, rotary
 from batchrun.kernels.sampling import block_sums, invert, weight_scale, whole_weights
-from batchrun.kernels.spec import PAGE_SIZE, AttentionItem, KVConfig
+from batchrun.kernels.spec import PAGE_SIZE, AttentionItem, Draws, KVConfig
 from batchrun.kernels.timing import timed, timing
 
 __all__ = [
     "AttentionItem",
     "AttentionPlan",
+    "Draws",
     "GatedWeight",
     "KVCache",
     "KVConfig",
@@ -279,24 +280,12 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return native_sampling.best(kernel, logits) if kernel else sampling.best(logits)
 
 
-def draw(
-    logits: torch.Tensor,
-    which: torch.Tensor,
-    place: torch.Tensor,
-    temperature: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> torch.Tensor:
-    """Draw a token from each of some rows of logits by inverting the cumulative distribution over the vocabulary.
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Draw tokens from rows of logits [R, V] by inverting the cumulative distribution over the vocabulary.
 
-    Arguments: logits [R, V]; which int64 [N], rows of it; place int64 [N], where their largest logits lie (`best`), all of
-        them finite; temperature float32 [N], above 0; min_p float32 [N]: tokens with less than this share of the most likely
-        one's probability are left out; uniform float64 [N], in [0, 1).
     Returns: int64 [N]. Weights are whole numbers (`whole_weights`), so a draw does not depend on the batch. The compiled
-        kernel's exponential differs from torch's in the last bits: a draw may differ where `uniform` lies that close to the
-        boundary between two tokens.
+        kernel's exponential differs from torch's in the last bits: a draw may differ where its uniform number lies that
+        close to the boundary between two tokens.
     """
     kernel = _kernel_for(logits)
-    if kernel:
-        return native_sampling.draw(kernel, logits, which, place, temperature, min_p, uniform)
-    return sampling.draw(logits, which, place, temperature, min_p, uniform)
+    return native_sampling.draw(kernel, logits, draws) if kernel else sampling.draw(logits, draws)

@@ -6,6 +6,8 @@ any batch, number of threads or order of summation.
 
 import torch
 
+from batchrun.kernels.spec import Draws
+
 _BLOCK = 64
 """Width of the first level of the search in the cumulative weights."""
 
@@ -27,22 +29,15 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return place, logits.gather(1, place[:, None]).isfinite().flatten()
 
 
-def draw(
-    logits: torch.Tensor,
-    which: torch.Tensor,
-    place: torch.Tensor,
-    temperature: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> torch.Tensor:
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """The contract is in `ops.draw`."""
-    scores = logits[which].float()
+    scores = logits[draws.which].float()
     scale = weight_scale(scores.shape[1])
     # The maximum is taken off before the division, so that no temperature can overflow.
-    scores.sub_(scores.gather(1, place[:, None])).div_(temperature[:, None])
+    scores.sub_(scores.gather(1, draws.place[:, None])).div_(draws.temperature[:, None])
     weights = whole_weights(scores, scale)
-    weights.masked_fill_(weights < (min_p * scale)[:, None], 0.0)
-    return invert(weights, uniform)
+    weights.masked_fill_(weights < (draws.min_p * scale)[:, None], 0.0)
+    return invert(weights, draws.uniform)
 
 
 def block_sums(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

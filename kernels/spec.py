@@ -82,3 +82,18 @@ def check_items(items: list[AttentionItem], num_tokens: int, num_slots: int) -> 
         covered[start:end] = b"\1" * (end - start)
     if 0 in covered:
         raise ValueError(f"token {covered.index(0)} is in no attention item")
+
+
+class Draws(NamedTuple):
+    """Tokens to draw from rows of logits, one element of each tensor per draw."""
+
+    which: torch.Tensor
+    """int64 [N], rows of the logits."""
+    place: torch.Tensor
+    """int64 [N], where their largest logits lie (`ops.best`), all of them finite."""
+    temperature: torch.Tensor
+    """float32 [N], above 0."""
+    min_p: torch.Tensor
+    """float32 [N]: tokens with less than this share of the most likely one's probability are left out."""
+    uniform: torch.Tensor
+    """float64 [N], in [0, 1)."""

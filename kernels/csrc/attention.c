@@ -15,18 +15,8 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#include "pool.h"
-
-#define PAIRS (PAGE / 2)
-#define BLOCK_PAGES 8
-#define BLOCK_PAIRS (BLOCK_PAGES * PAIRS)
-#define BLOCK_KEYS (BLOCK_PAGES * PAGE)
-#define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
-#define TILE_VECTORS 4
-
-#define HINT _MM_HINT_T1 /* a block and the one after it do not fit into the first-level cache */
-
-#define UNROLL _Pragma("GCC unroll 8") /* or the arrays of sums stay in memory */
+#include "exp.h"
+#include "tiles.h"
 
 typedef struct {
     int32_t page, position, low, high; /* keys of lanes [low, high) of the page; `position` is the first one's in the item */
@@ -58,18 +48,6 @@ typedef struct {
     int64_t scratch_size; /* floats per thread */
 } Plan;
 
-/* 2^x for x <= 0, relative error 3e-6, exactly 1 at 0 and exactly 0 far below; NaN stays NaN. Of -inf, f and p are NaN: scalef
- * makes 0 of that, as its definition says. */
-INLINE __m512 exp2_nonpositive(__m512 x) {
-    __m512 f = _mm512_sub_ps(x, _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
-    __m512 p = _mm512_set1_ps(0.013426684774458408f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.052242472767829895f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.241280198097229f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6930448412895203f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, x); /* scales by 2^floor(x) */
-}
-
 INLINE __m512 zero_if_minus_infinity(__m512 x) {
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ), _mm512_setzero_ps());
 }
@@ -77,84 +55,6 @@ INLINE __m512 zero_if_minus_infinity(__m512 x) {
 INLINE __m512 one_if_zero(__m512 x) {
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
 }
-
-/* scores[row][16 * page + lane] of R rows and C pages. With A, the lines of the pages `ahead` are fetched meanwhile, each when the
- * one that lies at its place in a page is read. */
-INLINE void score_tile(const int R, const int C, const int A, const bf16 *const *queries, const bf16 *const *keys, const bf16 *const *ahead,
-                       int dim, float *scores) {
-    __m512 sum[TILE_ROWS][TILE_VECTORS];
-    UNROLL
-    for (int r = 0; r < R; r++)
-    UNROLL
-        for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
-    for (int d = 0; d < dim; d += 2) {
-        __m512i key[TILE_VECTORS];
-    UNROLL
-        for (int c = 0; c < C; c++) key[c] = _mm512_loadu_si512(keys[c] + (int64_t)d * PAGE);
-    UNROLL
-        for (int c = 0; c < A * C; c++) _mm_prefetch(ahead[c] + (int64_t)d * PAGE, HINT);
-    UNROLL
-        for (int r = 0; r < R; r++) {
-            __m512i query = broadcast_pair(queries[r] + d);
-    UNROLL
-            for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], key[c], query);
-        }
-    }
-    UNROLL
-    for (int r = 0; r < R; r++)
-    UNROLL
-        for (int c = 0; c < C; c++) _mm512_storeu_ps(scores + r * BLOCK_KEYS + c * PAGE, sum[r][c]);
-}
-
-/* out[row][16 * c ...] = scale[row] * out + sum over pairs of weights times values, of R rows and C registers of dims. */
-INLINE void value_tile(const int R, const int C, const int A, const uint32_t *weights, const bf16 *const *values, const bf16 *const *ahead,
-                       int num_pairs, int first, int dim, const float *scale, float *out) {
-    __m512 sum[TILE_ROWS][TILE_VECTORS];
-    UNROLL
-    for (int r = 0; r < R; r++)
-    UNROLL
-        for (int c = 0; c < C; c++)
-            sum[r][c] = _mm512_mul_ps(_mm512_set1_ps(scale[r]), _mm512_loadu_ps(out + r * dim + c * 16));
-    for (int j = 0; j < num_pairs; j++) {
-        __m512i value[TILE_VECTORS];
-    UNROLL
-        for (int c = 0; c < C; c++) value[c] = _mm512_loadu_si512(values[j] + 2 * first + c * 32);
-    UNROLL
-        for (int c = 0; c < A * C; c++)
-            _mm_prefetch(ahead[j / PAIRS] + (PAGE + j % PAIRS * 2) * (int64_t)dim + 2 * first + c * 32, HINT);
-    UNROLL
-        for (int r = 0; r < R; r++) {
-            __m512i weight = broadcast_pair(weights + r * BLOCK_PAIRS + j);
-    UNROLL
-            for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], value[c], weight);
-        }
-    }
-    UNROLL
-    for (int r = 0; r < R; r++)
-    UNROLL
-        for (int c = 0; c < C; c++) _mm512_storeu_ps(out + r * dim + c * 16, sum[r][c]);
-}
-
-typedef void ScoreTile(const bf16 *const *, const bf16 *const *, const bf16 *const *, int, float *);
-typedef void ValueTile(const uint32_t *, const bf16 *const *, const bf16 *const *, int, int, int, const float *, float *);
-
-#define TILE(R, C, A)                                                                                          \
-    static void score_tile_##R##_##C##_##A(const bf16 *const *queries, const bf16 *const *keys,                \
-                                           const bf16 *const *ahead, int dim, float *out) {                    \
-        score_tile(R, C, A, queries, keys, ahead, dim, out);                                                   \
-    }                                                                                                          \
-    static void value_tile_##R##_##C##_##A(const uint32_t *weights, const bf16 *const *values,                 \
-                                           const bf16 *const *ahead, int num_pairs, int first, int dim,        \
-                                           const float *scale, float *out) {                                   \
-        value_tile(R, C, A, weights, values, ahead, num_pairs, first, dim, scale, out + first);                \
-    }
-#define TILES(R) TILE(R, 1, 0) TILE(R, 2, 0) TILE(R, 3, 0) TILE(R, 4, 0) TILE(R, 1, 1) TILE(R, 2, 1) TILE(R, 3, 1) TILE(R, 4, 1)
-TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
-#define NAMES(KIND, R, A) {KIND##_tile_##R##_1_##A, KIND##_tile_##R##_2_##A, KIND##_tile_##R##_3_##A, KIND##_tile_##R##_4_##A}
-#define HALF(KIND, A)                                                                                                         \
-    {NAMES(KIND, 1, A), NAMES(KIND, 2, A), NAMES(KIND, 3, A), NAMES(KIND, 4, A), NAMES(KIND, 5, A), NAMES(KIND, 6, A)}
-static ScoreTile *const SCORE_TILES[2][TILE_ROWS][TILE_VECTORS] = {HALF(score, 0), HALF(score, 1)};
-static ValueTile *const VALUE_TILES[2][TILE_ROWS][TILE_VECTORS] = {HALF(value, 0), HALF(value, 1)};
 
 static const bf16 ZERO_VALUES[2 * MAX_DIM] __attribute__((aligned(64)));
 
@@ -248,7 +148,8 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
     float scores[TILE_ROWS * BLOCK_KEYS] __attribute__((aligned(64)));
     for (int i = 0; i < num_pages; i += TILE_VECTORS) {
         int count = num_pages - i < TILE_VECTORS ? num_pages - i : TILE_VECTORS;
-        SCORE_TILES[ahead != NULL][rows - 1][count - 1](tile->queries, block->keys + i, ahead + (ahead ? i : 0), dim, scores + i * PAGE);
+        ScoreTile *multiply = SCORE_TILES[ahead != NULL][rows - 1][count - 1];
+        multiply(tile->queries, block->keys + i, ahead ? ahead + i : NULL, dim, scores + i * PAGE);
     }
     int last = num_pages - 1, end = block->position[last] + block->high[last] - block->low[last];
     if (block->masked || tile->limits[0] < end) mask_scores(tile, block, num_pages, scores);
@@ -287,7 +188,8 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
     }
     for (int vectors = dim / 16, d = 0; vectors > 0;) {
         int groups = (vectors + TILE_VECTORS - 1) / TILE_VECTORS, count = (vectors + groups - 1) / groups;
-        VALUE_TILES[ahead != NULL][rows - 1][count - 1](weights, block->values, ahead, num_pages * PAIRS, d, dim, shrink, tile->sums);
+        ValueTile *multiply = VALUE_TILES[ahead != NULL][rows - 1][count - 1];
+        multiply(weights, block->values, ahead, num_pages * PAIRS, d, dim, shrink, tile->sums);
         vectors -= count;
         d += 16 * count;
     }

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8") /* or arrays of registers stay in memory */
 #define ALL_LANES ((__mmask16)0xffff)
 
 typedef uint16_t bf16;

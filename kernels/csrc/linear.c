@@ -8,8 +8,6 @@
  * Each sum runs over the inputs in their order in one register, so a row's result has the same bits whatever rows are beside it.
  */
 
-#include <omp.h>
-
 #include "exp.h"
 
 #define PANEL 64
@@ -17,8 +15,6 @@
 #define VECTORS 4
 #define CHUNK_BYTES (1 << 18) /* of x: with a panel, within the second-level cache */
 #define LINE 64
-
-#define UNROLL _Pragma("GCC unroll 8") /* or the array of sums stays in memory */
 
 typedef struct {
     const bf16 *x;

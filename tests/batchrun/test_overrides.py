@@ -8,9 +8,9 @@ from batchrun.options import PromptOptions
 from batchrun.rows import RowReader
 
 
-def warnings_of(*names: str, prompt: PromptOptions = PromptOptions(), **options) -> list[str]:  # noqa: B008
+def warnings_of(*names: str, prompt: PromptOptions | None = None, **options) -> list[str]:
     schema = pa.schema([(name, pa.string()) for name in ("prompt", *names)])
-    return RowReader(schema, prompt, SamplingParams(), **options).warnings
+    return RowReader(schema, prompt or PromptOptions(), SamplingParams(), **options).warnings
 
 
 @pytest.mark.parametrize(

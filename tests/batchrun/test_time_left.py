@@ -1,7 +1,6 @@
 """The time left against engines whose speed is known."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,17 +16,14 @@ class Seen(NamedTuple):
     told: float | None
 
 
-def plan_of(num_rows: int, prompt: int) -> SimpleNamespace:
+def outputs_of(num_rows: int) -> OutputsLeft:
     ones = np.ones(num_rows, np.int64)
-    layout = SimpleNamespace(samples=ones, max_tokens=MOST * ones)
-    return SimpleNamespace(
-        prompts=SimpleNamespace(row_index=3 * np.arange(num_rows)), layout=layout, max_output_tokens=MOST * num_rows
-    )
+    return OutputsLeft(3 * np.arange(num_rows), MOST * ones, ones)
 
 
 def played(lengths: list[int], prompt: int, side_by_side: int, step_s: float = 0.03) -> Iterator[Seen]:
     """An engine that prefills 512 tokens a step beside the rows that decode; a step costs by what is in it."""
-    outputs, left = OutputsLeft(plan_of(len(lengths), prompt)), TimeLeft()  # type: ignore[arg-type]
+    outputs, left = outputs_of(len(lengths)), TimeLeft()
     now, started, prefilled, generated = 0.0, 0, 0, 0
     running: dict[int, int] = {}
     left.add(now, 0, 0)
@@ -42,7 +38,7 @@ def played(lengths: list[int], prompt: int, side_by_side: int, step_s: float = 0
             running[row] += 1
             generated += 1
             if running[row] == lengths[row]:
-                outputs.end(SimpleNamespace(row=3 * row, output_ids=[0] * running.pop(row)))  # type: ignore[arg-type]
+                outputs.end(3 * row, running.pop(row))
         left.add(now, prefilled, generated)
         yield Seen(now, left.seconds(len(lengths) * prompt - prefilled, outputs.tokens(generated)))
 
@@ -86,12 +82,12 @@ def test_costs_that_cannot_be_told_apart_tell_only_of_more_of_the_same() -> None
 
 
 def test_outputs_are_expected_to_be_like_those_that_ended_and_no_longer_than_they_may_be() -> None:
-    outputs = OutputsLeft(plan_of(4, 1))  # type: ignore[arg-type]
+    outputs = outputs_of(4)
     assert outputs.tokens(0) == 4 * MOST
     assert outputs.tokens(40) == 4 * MOST - 40
-    outputs.end(SimpleNamespace(row=3, output_ids=[0] * 10))  # type: ignore[arg-type]
+    outputs.end(3, 10)
     assert outputs.tokens(40) == 3 * 40
     assert outputs.tokens(3 * MOST) == 3 * MOST - (3 * MOST - 10)
     for row in (0, 6, 9):
-        outputs.end(SimpleNamespace(row=row, output_ids=[0] * 10))  # type: ignore[arg-type]
+        outputs.end(row, 10)
     assert outputs.tokens(40) == 0

@@ -1,6 +1,8 @@
 """The compiled kernel by itself: its build, its pool, its cuts of keys and queries, any number of threads."""
 
 import itertools
+import platform
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +203,24 @@ def test_one_openmp_runtime_is_in_the_process() -> None:
 )
 def test_other_dtypes_and_head_sizes_are_left_to_torch(dtype: torch.dtype, dim: int) -> None:
     assert not isinstance(ops.allocate_kv(KVConfig(1, 4, 1, dim, dtype), 1), native_pool.NativeKVCache)
+
+
+def test_the_sources_build_wherever_the_processor_and_a_compiler_suit() -> None:
+    # Every other test of the kernel is left out when there is none: a source that does not compile must not look like that.
+    try:
+        native._cpu_model()
+        native._compiler()
+    except native.NotAvailable as reason:
+        pytest.skip(str(reason))
+    assert isinstance(LOADED, native.Native), str(LOADED)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("cc") is None, reason="no x86-64 compiler named cc")
+@pytest.mark.parametrize("source", sorted(native.SOURCES.glob("*.c")), ids=lambda path: path.name)
+def test_a_source_compiles_without_a_warning_whatever_the_processor(source: Path, tmp_path: Path) -> None:
+    command = ["cc", *native.FLAGS, "-Wall", "-Wextra", "-c", str(source), "-o", str(tmp_path / "out.o")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.usefixtures("without_library")
