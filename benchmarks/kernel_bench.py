@@ -6,17 +6,21 @@ least: two threads that wait for each other lose whole time slices.
 """
 
 import argparse
+import itertools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from batchrun.kernels import ops
+from batchrun.kernels import cpu, ops
 from batchrun.kernels.ops import AttentionItem, KVConfig
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 576, 9, 3, 64, 1536, 49152
 LAYERS = 8
 """Enough that the keys of a step do not stay in the cache from one round to the next."""
+LINEAR_LAYERS = 12
+"""85 MB of weights in bfloat16: more than the caches hold."""
 
 
 def fastest(call: Callable[[], object], seconds: float = 0.4) -> float:
@@ -32,20 +36,41 @@ def fastest(call: Callable[[], object], seconds: float = 0.4) -> float:
     return min(times)
 
 
+def typical(call: Callable[[], object], seconds: float) -> float:
+    """Seconds of the median call in about `seconds` of calls: for calls that differ in what the caches hold."""
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 3:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 def report(name: str, seconds: float, flop: float = 0.0, num_bytes: float = 0.0) -> None:
     rate = f"{flop / seconds / 1e9:8.0f} GFLOP/s" if flop else f"{num_bytes / seconds / 1e9:8.1f} GB/s"
     print(f"{name:44}{seconds * 1e6:10.0f} us{rate}", flush=True)
 
 
 def bench_linear(dtype: torch.dtype) -> None:
-    for rows in (1, 16, 64, 128, 512):
-        for out, size in ((960, HIDDEN), (HIDDEN, HIDDEN), (2 * MLP, HIDDEN), (HIDDEN, MLP), (VOCAB, HIDDEN)):
-            weight, x = torch.randn(out, size).to(dtype), torch.randn(rows, size).to(dtype)
-            packed = ops.pack_linear(weight)
-            plain = fastest(lambda x=x, weight=weight: ops.linear(x, weight), 0.15)
-            fast = fastest(lambda x=x, packed=packed: ops.linear(x, packed), 0.15)
-            report(f"linear {rows} x {out} x {size}", plain, 2.0 * rows * out * size)
-            report("  packed", fast, 2.0 * rows * out * size)
+    """One layer's products, the layers in turn, so that the weights come from memory: ours, and in torch operations."""
+    shapes = ((HIDDEN + 2 * KV_HEADS * HEAD_DIM, HIDDEN), (HIDDEN, HIDDEN), (2 * MLP, HIDDEN), (HIDDEN, MLP))
+    weights = [[torch.randn(*shape).to(dtype) for shape in shapes] for _ in range(LINEAR_LAYERS)]
+    ways = {"linear": [list(map(ops.pack_linear, layer)) for layer in weights]}
+    if dtype == torch.bfloat16:
+        ways["  torch's packed"] = [list(map(cpu.pack_linear, layer)) for layer in weights]
+    for rows in (1, 8, 32, 64, 128, 256, 512, 1024):
+        inputs = [torch.randn(rows, size).to(dtype) for _, size in shapes]
+        for name, packed in ways.items():
+            layers = itertools.cycle(packed)
+
+            def one_layer(inputs: list[torch.Tensor] = inputs, layers: Iterator[list[ops.Weight]] = layers) -> None:
+                for x, weight in zip(inputs, next(layers), strict=True):
+                    ops.linear(x, weight)
+
+            flop = 2.0 * rows * sum(out * size for out, size in shapes)
+            report(f"{name}, a layer of {rows} rows", typical(one_layer, 0.5), flop)
 
 
 def bench_elementwise(dtype: torch.dtype) -> None:
@@ -54,16 +79,18 @@ def bench_elementwise(dtype: torch.dtype) -> None:
         qkv, gate_up = torch.randn(rows, 15, HEAD_DIM).to(dtype), torch.randn(rows, 2 * MLP).to(dtype)
         angle = torch.randn(rows, HEAD_DIM)
         cos, sin = angle.cos(), angle.sin()
-        q, k = qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS]
         kv = ops.allocate_kv(KVConfig(1, HEADS, KV_HEADS, HEAD_DIM, dtype), rows)
         slots = torch.arange(rows) * 3
         width = dtype.itemsize * rows
         calls: list[tuple[str, Callable[[], object], int]] = [
             ("rms_norm", lambda x=x, w=weight: ops.rms_norm(x, w, 1e-5), 2 * HIDDEN),
             ("rms_norm_residual", lambda x=x, w=weight: ops.rms_norm_residual(x, x, w, 1e-5), 4 * HIDDEN),
-            ("rotary", lambda q=q, k=k, cos=cos, sin=sin: ops.rotary(q, k, cos, sin), 24 * HEAD_DIM),
             ("silu_mul", lambda gate_up=gate_up: ops.silu_mul(gate_up), 3 * MLP),
-            ("write_kv", lambda kv=kv, k=k, slots=slots: ops.write_kv(kv, 0, k, k, slots), 12 * HEAD_DIM),
+            (
+                "rotate_and_write",
+                lambda kv=kv, qkv=qkv, cos=cos, sin=sin, slots=slots: ops.rotate_and_write(kv, 0, qkv, cos, sin, slots),
+                (2 * HEADS + 4 * KV_HEADS) * HEAD_DIM,
+            ),
         ]
         for name, call, size in calls:
             report(f"{name} {rows}", fastest(call, 0.2), num_bytes=size * width)
@@ -92,6 +119,9 @@ def bench_attention(dtype: torch.dtype) -> None:
         ops.write_kv(kv, layer, rows, rows, torch.arange(len(rows)))
     cases = [
         ("decode 64 rows, own 100", decode_items(64, 100, 0, 1)),
+        ("decode 256 rows, own 96", decode_items(256, 96, 0, 1)),
+        ("decode 64 rows, own 1180", [AttentionItem(row, 1, [(row * 1200, 1200)], 1180, True) for row in range(64)]),
+        ("decode 256 rows, own 50, 640 per 16", decode_items(256, 50, 640, 16)),
         ("decode 64 rows, own 100, 800 per 3", decode_items(64, 100, 800, 3)),
         ("decode 128 rows, own 100, 800 per 3", decode_items(128, 100, 800, 3)),
         ("decode 64 rows, own 100, 1500 for all", decode_items(64, 100, 1500, 64)),

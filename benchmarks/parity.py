@@ -2,12 +2,14 @@
 
     python parity.py reference MODEL DATA.parquet ... -o FOLDER           # greedy float32 transformers, each row alone
     python parity.py compare MODEL DATA.parquet ... --reference FOLDER    # batchrun, in several ways, against it
+    python parity.py rounding MODEL DATA.parquet ... --reference FOLDER   # what bfloat16 alone does, by transformers
 
-A row may differ from a position on where the reference's two best logits lie within 1e-4 (`--variant bfloat16`: 0.5, four
-roundings of a logit of 16 to 32), and nowhere else. Exit code 1 when one does.
+A row may differ from a position on where the reference's two best logits lie within 1e-4 (`--variant bfloat16`: 0.5, less than
+the largest gap over which transformers' own bfloat16 tips, see `rounding`), and nowhere else. Exit code 1 when one does.
 """
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from reference import ReferenceRow, content_hash, read_reference, reference_path, write_reference
+from reference import ReferenceRow, bfloat16_gaps, content_hash, read_reference, reference_path, write_reference
 
 NEAR_TIE = 1e-4
 NEAR_TIE_BFLOAT16 = 0.5
@@ -184,6 +186,15 @@ def compare(model: Path, data: list[Path], folder: Path, rows: int | None, varia
     return bad
 
 
+def print_rounding(model: Path, data: list[Path], folder: Path, threads: int) -> None:
+    """Print one line per file: how many rows transformers' bfloat16 would answer otherwise, and at which gaps at most."""
+    for source in data:
+        _, reference = read_reference(reference_path(folder, source))
+        gaps = bfloat16_gaps(model, reference, threads)
+        largest = ", ".join(f"{gap:.2f}" for gap in sorted(itertools.chain(*gaps))[-3:])
+        print(f"{source.stem:14} {sum(map(bool, gaps))} of {len(gaps)} rows differ; largest gaps {largest}", flush=True)
+
+
 def _report(name: str, variant: str, reference: list[ReferenceRow], answers: Answers) -> int:
     found = differences(reference, answers)
     near_tie = NEAR_TIE_BFLOAT16 if variant == BFLOAT16 else NEAR_TIE
@@ -202,7 +213,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("reference", help="write the answers of transformers")
     check = commands.add_parser("compare", help="compare batchrun with them")
-    for command in (make, check):
+    rounding = commands.add_parser("rounding", help="what bfloat16 alone does to the answers, by transformers")
+    for command in (make, check, rounding):
         command.add_argument("model", type=Path, help="Hugging Face folder")
         command.add_argument("data", type=Path, nargs="+", help="Parquet files with `messages` and `max_tokens`")
     make.add_argument("-o", "--output", type=Path, required=True, help="folder of the reference files")
@@ -214,9 +226,14 @@ def main() -> None:
     one_of = "only this one (repeatable; default: all in float32)"
     check.add_argument("--variant", action="append", choices=list(VARIANTS), help=one_of)
     check.add_argument("--threads", type=int)
+    rounding.add_argument("--reference", type=Path, required=True, help="folder of the reference files")
+    rounding.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     if args.command == "reference":
         write_reference(args.model, args.data, args.output, args.rows, args.cap, args.threads)
+        return
+    if args.command == "rounding":
+        print_rounding(args.model, args.data, args.reference, args.threads)
         return
     variants = args.variant or [variant for variant in VARIANTS if variant != BFLOAT16]
     sys.exit(1 if compare(args.model, args.data, args.reference, args.rows, variants, args.threads) else 0)

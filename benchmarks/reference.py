@@ -120,3 +120,24 @@ def _generate(model: Any, tokenizer: Any, source: Path, rows: int, cap: int, don
             max_tokens=limit,
         )
         print(f"{source.stem} row {index}: {len(prompt_ids)} prompt tokens, {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def bfloat16_gaps(model_folder: Path, rows: list[ReferenceRow], threads: int) -> list[list[float]]:
+    """Where transformers itself, in bfloat16 and fed each row's float32 answer, would choose another token.
+
+    Returns the reference's gap at each such position, row by row: how far rounding alone moves two logits apart, by an
+    implementation that is not ours.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).eval()
+    found = []
+    for row in rows:
+        ids = torch.tensor([row.prompt_ids + row.output_ids[:-1]])
+        with torch.inference_mode():
+            best = model(ids, logits_to_keep=len(row.output_ids)).logits[0].argmax(dim=-1).tolist()
+        pairs = zip(best, row.output_ids, row.gaps, strict=True)
+        found.append([gap for mine, theirs, gap in pairs if mine != theirs])
+    return found
