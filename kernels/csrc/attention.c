@@ -48,14 +48,15 @@ typedef struct {
     int64_t scratch_size; /* floats per thread */
 } Plan;
 
-INLINE __m512 zero_if_minus_infinity(__m512 x) {
-    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ), _mm512_setzero_ps());
+INLINE Floats zero_if_minus_infinity(Floats x) {
+    return select(equal(x, broadcast(-INFINITY)), zero(), x);
 }
 
-INLINE __m512 one_if_zero(__m512 x) {
-    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_EQ_OQ), _mm512_set1_ps(1.0f));
+INLINE Floats one_if_zero(Floats x) {
+    return select(equal(x, zero()), broadcast(1.0f), x);
 }
 
+static const bf16 ONES[2] = {0x3f80, 0x3f80};
 static const bf16 ZERO_VALUES[2 * MAX_DIM] __attribute__((aligned(64)));
 
 /* A block of pages, ready to be multiplied. */
@@ -115,7 +116,7 @@ static const bf16 *const *pages_ahead(const Ahead *ahead, int num_pages, int dim
         if (i < num_pages)
             pages[count++] = page;
         else
-            for (int64_t at = 0; at < 2 * PAGE * (int64_t)dim; at += 32) _mm_prefetch(page + at, HINT);
+            for (int64_t at = 0; at < 2 * PAGE * (int64_t)dim; at += 32) prefetch(page + at);
     }
     for (int i = count; i < num_pages && count; i++) pages[i] = pages[count - 1];
     return count ? pages : NULL;
@@ -135,9 +136,8 @@ static void mask_scores(const Tile *tile, const Block *block, int num_pages, flo
         for (int i = 0; i < num_pages; i++) {
             int low = block->low[i], end = low + tile->limits[r] - block->position[i];
             int high = end < block->high[i] ? end : block->high[i];
-            __mmask16 seen = high > low ? (__mmask16)((1u << high) - (1u << low)) : 0;
             float *at = scores + r * BLOCK_KEYS + i * PAGE;
-            _mm512_storeu_ps(at, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_loadu_ps(at)));
+            store_floats(at, select(lanes_between(low, high), load_floats(at), broadcast(-INFINITY)));
         }
 }
 
@@ -157,34 +157,33 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
     float top[16] __attribute__((aligned(64))) = {0}, shrink[16] __attribute__((aligned(64)));
     for (int r = 0; r < rows; r++) {
         const float *row = scores + r * BLOCK_KEYS;
-        __m512 most = _mm512_load_ps(row);
-        for (int i = 1; i < num_pages; i++) most = _mm512_max_ps(most, _mm512_load_ps(row + i * PAGE));
-        top[r] = _mm512_reduce_max_ps(most);
+        Floats most = load_floats(row);
+        for (int i = 1; i < num_pages; i++) most = maximum(most, load_floats(row + i * PAGE));
+        top[r] = largest_of(most);
     }
-    __mmask16 lanes = (__mmask16)((1u << rows) - 1);
-    __m512 before = _mm512_maskz_loadu_ps(lanes, tile->maximum);
-    __m512 now = _mm512_max_ps(before, _mm512_mul_ps(_mm512_load_ps(top), _mm512_set1_ps(scale)));
-    __m512 base = zero_if_minus_infinity(now); /* -inf - -inf would be NaN */
-    __m512 factor = exp2_nonpositive(_mm512_sub_ps(before, base));
-    _mm512_mask_storeu_ps(tile->maximum, lanes, now);
-    _mm512_store_ps(top, base);
-    _mm512_store_ps(shrink, factor);
+    Floats before = load_some_floats(tile->maximum, rows);
+    Floats now = maximum(before, multiply(load_floats(top), broadcast(scale)));
+    Floats base = zero_if_minus_infinity(now); /* -inf - -inf would be NaN */
+    Floats factor = exp2_nonpositive(subtract(before, base));
+    store_some_floats(tile->maximum, rows, now);
+    store_floats(top, base);
+    store_floats(shrink, factor);
 
     /* The total is of the weights as rounded for the second product, so that the result is a true mean of values. */
     uint32_t weights[TILE_ROWS * BLOCK_PAIRS] __attribute__((aligned(64)));
-    const __m512i ones = _mm512_set1_epi32(0x3f803f80);
+    const Pairs ones = broadcast_pair(ONES);
     for (int r = 0; r < rows; r++) {
-        __m512 subtract = _mm512_set1_ps(top[r]), total = _mm512_setzero_ps(), c = _mm512_set1_ps(scale);
+        Floats subtract = broadcast(top[r]), total = zero(), c = broadcast(scale);
         float *row = scores + r * BLOCK_KEYS;
-        if (num_pages & 1) _mm512_store_ps(row + num_pages * PAGE, _mm512_set1_ps(-INFINITY));
+        if (num_pages & 1) store_floats(row + num_pages * PAGE, broadcast(-INFINITY));
         for (int i = 0; i < num_pages; i += 2) {
-            __m512 a = exp2_nonpositive(_mm512_fmsub_ps(_mm512_load_ps(row + i * PAGE), c, subtract));
-            __m512 b = exp2_nonpositive(_mm512_fmsub_ps(_mm512_load_ps(row + (i + 1) * PAGE), c, subtract));
-            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+            Floats a = exp2_nonpositive(multiply_subtract(load_floats(row + i * PAGE), c, subtract));
+            Floats b = exp2_nonpositive(multiply_subtract(load_floats(row + (i + 1) * PAGE), c, subtract));
+            Pairs both = narrow_to_pairs(a, b);
             total = dot(total, both, ones);
-            _mm512_store_si512(weights + r * BLOCK_PAIRS + i * PAIRS, both);
+            store_pairs(weights + r * BLOCK_PAIRS + i * PAIRS, both);
         }
-        tile->total[r] = tile->total[r] * shrink[r] + _mm512_reduce_add_ps(total);
+        tile->total[r] = tile->total[r] * shrink[r] + sum_of(total);
     }
     for (int vectors = dim / 16, d = 0; vectors > 0;) {
         int groups = (vectors + TILE_VECTORS - 1) / TILE_VECTORS, count = (vectors + groups - 1) / groups;
@@ -244,8 +243,8 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
         const float *sum = sums + (int64_t)r * dim;
         if (task->partial < 0) {
             bf16 *to = out + ((int64_t)(item.start + task->first + token) * heads + h) * dim;
-            __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), one_if_zero(_mm512_set1_ps(total[r])));
-            for (int d = 0; d < dim; d += 16) store_lanes(to + d, ALL_LANES, narrow(_mm512_mul_ps(_mm512_loadu_ps(sum + d), inverse)));
+            Floats inverse = divide(broadcast(1.0f), one_if_zero(broadcast(total[r])));
+            for (int d = 0; d < dim; d += 16) store_halves(to + d, LANES, narrow(multiply(load_floats(sum + d), inverse)));
         } else {
             int64_t at = (int64_t)(task->partial + token) * heads + h;
             memcpy(plan->sums + at * dim, sum, sizeof(float) * dim);
@@ -262,27 +261,26 @@ static void merge_token(const Plan *plan, int64_t index, bf16 *out) {
     out += (int64_t)plan->merged[index] * heads * dim;
     for (int first = 0; first < heads; first += 16) {
         int size = heads - first < 16 ? heads - first : 16;
-        __mmask16 lanes = (__mmask16)((1u << size) - 1);
-        __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+        Floats top = broadcast(-INFINITY), total = zero();
         for (int i = 0; i < count; i++)
-            top = _mm512_max_ps(top, _mm512_maskz_loadu_ps(lanes, plan->maxima + (int64_t)rows[i] * heads + first));
+            top = maximum(top, load_some_floats(plan->maxima + (int64_t)rows[i] * heads + first, size));
         top = zero_if_minus_infinity(top);
         for (int i = 0; i < count; i++) { /* the weights take the maxima's place */
             int64_t at = (int64_t)rows[i] * heads + first;
-            __m512 weight = exp2_nonpositive(_mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, plan->maxima + at), top));
-            total = _mm512_fmadd_ps(weight, _mm512_maskz_loadu_ps(lanes, plan->totals + at), total);
-            _mm512_mask_storeu_ps(plan->maxima + at, lanes, weight);
+            Floats weight = exp2_nonpositive(subtract(load_some_floats(plan->maxima + at, size), top));
+            total = multiply_add(weight, load_some_floats(plan->totals + at, size), total);
+            store_some_floats(plan->maxima + at, size, weight);
         }
         float inverse[16] __attribute__((aligned(64)));
-        _mm512_store_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1.0f), one_if_zero(total)));
+        store_floats(inverse, divide(broadcast(1.0f), one_if_zero(total)));
         for (int h = first; h < first + size; h++)
             for (int d = 0; d < dim; d += 16) {
-                __m512 sum = _mm512_setzero_ps();
+                Floats sum = zero();
                 for (int i = 0; i < count; i++) {
                     int64_t at = (int64_t)rows[i] * heads + h;
-                    sum = _mm512_fmadd_ps(_mm512_set1_ps(plan->maxima[at]), _mm512_loadu_ps(plan->sums + at * dim + d), sum);
+                    sum = multiply_add(broadcast(plan->maxima[at]), load_floats(plan->sums + at * dim + d), sum);
                 }
-                store_lanes(out + h * dim + d, ALL_LANES, narrow(_mm512_mul_ps(sum, _mm512_set1_ps(inverse[h - first]))));
+                store_halves(out + h * dim + d, LANES, narrow(multiply(sum, broadcast(inverse[h - first]))));
             }
     }
 }

@@ -34,35 +34,35 @@ typedef struct {
     const char *ahead;
 } Tile;
 
-INLINE void store_plain(const Tile *tile, int r, const __m512 *sum) {
+INLINE void store_plain(const Tile *tile, int r, const Floats *sum) {
     for (int c = 0; c < VECTORS && 16 * c < tile->left; c++)
-        store_lanes(tile->out + r * tile->out_row + 16 * c, lanes_of(tile->left - 16 * c), narrow(sum[c]));
+        store_halves(tile->out + r * tile->out_row + 16 * c, tile->left - 16 * c, narrow(sum[c]));
 }
 
-INLINE void store_gated(const Tile *tile, int r, const __m512 *sum) {
+INLINE void store_gated(const Tile *tile, int r, const Floats *sum) {
     for (int c = 0; c < VECTORS / 2 && 16 * c < tile->left; c++) {
-        __m512 gated = silu_times(rounded(sum[c]), rounded(sum[c + VECTORS / 2]));
-        store_lanes(tile->out + r * tile->out_row + 16 * c, lanes_of(tile->left - 16 * c), narrow(gated));
+        Floats gated = silu_times(rounded(sum[c]), rounded(sum[c + VECTORS / 2]));
+        store_halves(tile->out + r * tile->out_row + 16 * c, tile->left - 16 * c, narrow(gated));
     }
 }
 
 INLINE void multiply_tile(const int R, const Tile *tile) {
-    __m512 sum[TILE_ROWS][VECTORS];
+    Floats sum[TILE_ROWS][VECTORS];
     UNROLL
     for (int r = 0; r < R; r++)
     UNROLL
-        for (int c = 0; c < VECTORS; c++) sum[r][c] = _mm512_setzero_ps();
+        for (int c = 0; c < VECTORS; c++) sum[r][c] = zero();
     const bf16 *x = tile->x, *panel = tile->panel;
     int64_t x_row = tile->x_row;
     int lines = tile->lines;
     for (int k = 0; k < tile->pairs; k++) {
-        __m512i weight[VECTORS];
+        Pairs weight[VECTORS];
     UNROLL
-        for (int c = 0; c < VECTORS; c++) weight[c] = _mm512_loadu_si512(panel + (k * VECTORS + c) * 32);
-        if (k < lines) _mm_prefetch(tile->ahead + (int64_t)k * LINE, _MM_HINT_T1);
+        for (int c = 0; c < VECTORS; c++) weight[c] = load_pairs(panel + (k * VECTORS + c) * 32);
+        if (k < lines) prefetch(tile->ahead + (int64_t)k * LINE);
     UNROLL
         for (int r = 0; r < R; r++) {
-            __m512i input = broadcast_pair(x + r * x_row + 2 * k);
+            Pairs input = broadcast_pair(x + r * x_row + 2 * k);
     UNROLL
             for (int c = 0; c < VECTORS; c++) sum[r][c] = dot(sum[r][c], weight[c], input);
         }

@@ -11,16 +11,12 @@ static int64_t find_bad_slot(const int64_t *slots, int64_t tokens, int64_t num_p
     return -1;
 }
 
-/* A token of one kv head. Another thread may write the other key of its pair: masked stores leave those bytes alone. */
+/* A token of one kv head. Another thread may write the other key of its pair. */
 static void store_token(bf16 *head, int64_t slot, int dim, const bf16 *key, const bf16 *value) {
     int64_t lane = slot % PAGE;
     bf16 *keys = head + slot / PAGE * 2 * PAGE * dim, *values = keys + (PAGE + (lane & ~1)) * (int64_t)dim;
     for (int d = 0; d < dim; d += 2) memcpy(keys + d * PAGE + 2 * lane, key + d, 2 * sizeof(bf16));
-    __mmask32 mine = lane & 1 ? 0xaaaaaaaa : 0x55555555;
-    for (int d = 0; d < dim; d += 16) {
-        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value + d)));
-        _mm512_mask_storeu_epi16(values + 2 * d, mine, lane & 1 ? _mm512_slli_epi32(wide, 16) : wide);
-    }
+    for (int d = 0; d < dim; d += 16) store_half_of_pairs(values + 2 * d, lane & 1, load_halves(value + d, LANES));
 }
 
 /* Slots of one layer from k, v [tokens, kv_heads, head_dim], whose last dimension is dense. Returns -1, or the position of a slot
@@ -42,14 +38,14 @@ int64_t batchrun_write_kv(bf16 *pool, int64_t num_pages, int32_t kv_heads, int32
 static void turn(const bf16 *x, const bf16 *cosine, const bf16 *sine, int dim, bf16 *out) {
     int half = dim / 2;
     for (int d = 0; d < half; d += 16) {
-        __mmask16 lanes = lanes_of(half - d);
-        __m512 low = widen(load_lanes(x + d, lanes)), high = widen(load_lanes(x + half + d, lanes));
-        __m512 low_cos = widen(load_lanes(cosine + d, lanes)), high_cos = widen(load_lanes(cosine + half + d, lanes));
-        __m512 low_sin = widen(load_lanes(sine + d, lanes)), high_sin = widen(load_lanes(sine + half + d, lanes));
-        __m512 a = _mm512_sub_ps(rounded(_mm512_mul_ps(low, low_cos)), rounded(_mm512_mul_ps(high, low_sin)));
-        __m512 b = _mm512_add_ps(rounded(_mm512_mul_ps(high, high_cos)), rounded(_mm512_mul_ps(low, high_sin)));
-        store_lanes(out + d, lanes, narrow(a));
-        store_lanes(out + half + d, lanes, narrow(b));
+        int64_t left = half - d;
+        Floats low = widen(load_halves(x + d, left)), high = widen(load_halves(x + half + d, left));
+        Floats low_cos = widen(load_halves(cosine + d, left)), high_cos = widen(load_halves(cosine + half + d, left));
+        Floats low_sin = widen(load_halves(sine + d, left)), high_sin = widen(load_halves(sine + half + d, left));
+        Floats a = subtract(rounded(multiply(low, low_cos)), rounded(multiply(high, low_sin)));
+        Floats b = add(rounded(multiply(high, high_cos)), rounded(multiply(low, high_sin)));
+        store_halves(out + d, left, narrow(a));
+        store_halves(out + half + d, left, narrow(b));
     }
 }
 

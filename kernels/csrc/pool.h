@@ -6,7 +6,7 @@
  *                                       16 elements of the output
  */
 
-#include "bf16.h"
+#include "simd.h"
 
 #define PAGE 16
 #define MAX_DIM 256

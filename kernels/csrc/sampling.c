@@ -12,34 +12,32 @@ void batchrun_best(const bf16 *logits, int64_t row, int64_t rows, int64_t width,
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
     for (int64_t r = 0; r < rows; r++) {
         const bf16 *from = logits + r * row;
-        __m512 most = _mm512_set1_ps(-INFINITY);
-        __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        __m512i where = lane;
-        __mmask16 nan = 0;
+        Floats most = broadcast(-INFINITY);
+        Ints where = count_from(0);
+        Mask nan = first_lanes(0);
         for (int64_t at = 0; at < width; at += 16) {
-            __mmask16 lanes = lanes_of(width - at);
-            __m512 value = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes, widen(load_lanes(from + at, lanes)));
-            __mmask16 more = _mm512_cmp_ps_mask(value, most, _CMP_GT_OQ);
-            nan |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-            most = _mm512_mask_mov_ps(most, more, value);
-            where = _mm512_mask_add_epi32(where, more, lane, _mm512_set1_epi32((int32_t)at));
+            int64_t left = width - at;
+            Floats value = select(first_lanes(left), widen(load_halves(from + at, left)), broadcast(-INFINITY));
+            Mask more = greater(value, most);
+            nan = mask_or(nan, is_nan(value));
+            most = select(more, value, most);
+            where = select_ints(more, count_from((int32_t)at), where);
         }
-        float largest = _mm512_reduce_max_ps(most);
-        __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(largest), _CMP_EQ_OQ);
-        best[r] = _mm512_mask_reduce_min_epi32(equal, where);
-        finite[r] = !nan && largest - largest == 0.0f;
+        float largest = largest_of(most);
+        best[r] = smallest_of(equal(most, broadcast(largest)), where);
+        finite[r] = !any(nan) && largest - largest == 0.0f;
     }
 }
 
 typedef struct {
-    __m512 largest, temperature, least, scale;
+    Floats largest, temperature, least, scale;
 } Settings;
 
 /* round(scale * e^((x - largest) / temperature)), 0 where that is below `least`. */
-INLINE __m512 weight_of(const Settings *s, const bf16 *from, __mmask16 lanes) {
-    __m512 gap = _mm512_div_ps(_mm512_sub_ps(s->largest, widen(load_lanes(from, lanes))), s->temperature);
-    __m512 weight = _mm512_roundscale_ps(_mm512_mul_ps(exp_minus(gap), s->scale), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(lanes, weight, s->least, _CMP_GE_OQ), weight);
+INLINE Floats weight_of(const Settings *s, const bf16 *from, int64_t count) {
+    Floats gap = divide(subtract(s->largest, widen(load_halves(from, count))), s->temperature);
+    Floats weight = round_to_even(multiply(exp_minus(gap), s->scale));
+    return select(mask_and(first_lanes(count), at_least(weight, s->least)), weight, zero());
 }
 
 static int64_t draw_row(const Settings *settings, const bf16 *logits, int64_t width, double uniform) {
@@ -47,14 +45,10 @@ static int64_t draw_row(const Settings *settings, const bf16 *logits, int64_t wi
     double sums[MOST_BLOCKS], total = 0.0;
     int64_t block = (width + 64 * MOST_BLOCKS - 1) / (64 * MOST_BLOCKS) * 64, blocks = (width + block - 1) / block;
     for (int64_t b = 0; b < blocks; b++) {
-        __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+        Doubles sum = no_doubles();
         int64_t end = (b + 1) * block < width ? (b + 1) * block : width;
-        for (int64_t at = b * block; at < end; at += 16) {
-            __m512 weight = weight_of(settings, logits + at, lanes_of(end - at));
-            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
-            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
-        }
-        sums[b] = _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+        for (int64_t at = b * block; at < end; at += 16) sum = add_to_doubles(sum, weight_of(settings, logits + at, end - at));
+        sums[b] = sum_of_doubles(sum);
         total += sums[b];
     }
     double target = floor(uniform * total), before = 0.0; /* below the total: uniform is at most 1 - 2^-53 */
@@ -62,7 +56,7 @@ static int64_t draw_row(const Settings *settings, const bf16 *logits, int64_t wi
     while (before + sums[b] <= target) before += sums[b++];
     for (int64_t at = b * block;; at += 16) {
         float weights[16];
-        _mm512_storeu_ps(weights, weight_of(settings, logits + at, lanes_of(width - at)));
+        store_floats(weights, weight_of(settings, logits + at, width - at));
         for (int i = 0; i < 16; i++) {
             before += weights[i];
             if (before > target) return at + i;
@@ -78,10 +72,10 @@ void batchrun_draw(const bf16 *logits, int64_t row, int64_t width, const int64_t
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > 1)
     for (int64_t i = 0; i < count; i++) {
         const bf16 *from = logits + which[i] * row;
-        Settings settings = {.largest = widen(_mm256_set1_epi16((short)from[best[i]])),
-                             .temperature = _mm512_set1_ps(temperature[i]),
-                             .least = _mm512_set1_ps(least[i]),
-                             .scale = _mm512_set1_ps(scale)};
+        Settings settings = {.largest = broadcast(float_of(from[best[i]])),
+                             .temperature = broadcast(temperature[i]),
+                             .least = broadcast(least[i]),
+                             .scale = broadcast(scale)};
         token[i] = draw_row(&settings, from, width, uniform[i]);
     }
 }

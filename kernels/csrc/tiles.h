@@ -12,26 +12,24 @@
 #define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
 #define TILE_VECTORS 4
 
-#define HINT _MM_HINT_T1 /* a block and the one after it do not fit into the first-level cache */
-
 /* scores[row][16 * page + lane] of R rows and C pages. With A, the lines of the pages `ahead` are fetched meanwhile, each when the
  * one that lies at its place in a page is read. */
 INLINE void score_tile(const int R, const int C, const int A, const bf16 *const *queries, const bf16 *const *keys,
                        const bf16 *const *ahead, int dim, float *scores) {
-    __m512 sum[TILE_ROWS][TILE_VECTORS];
+    Floats sum[TILE_ROWS][TILE_VECTORS];
     UNROLL
     for (int r = 0; r < R; r++)
     UNROLL
-        for (int c = 0; c < C; c++) sum[r][c] = _mm512_setzero_ps();
+        for (int c = 0; c < C; c++) sum[r][c] = zero();
     for (int d = 0; d < dim; d += 2) {
-        __m512i key[TILE_VECTORS];
+        Pairs key[TILE_VECTORS];
     UNROLL
-        for (int c = 0; c < C; c++) key[c] = _mm512_loadu_si512(keys[c] + (int64_t)d * PAGE);
+        for (int c = 0; c < C; c++) key[c] = load_pairs(keys[c] + (int64_t)d * PAGE);
     UNROLL
-        for (int c = 0; c < A * C; c++) _mm_prefetch(ahead[c] + (int64_t)d * PAGE, HINT);
+        for (int c = 0; c < A * C; c++) prefetch(ahead[c] + (int64_t)d * PAGE);
     UNROLL
         for (int r = 0; r < R; r++) {
-            __m512i query = broadcast_pair(queries[r] + d);
+            Pairs query = broadcast_pair(queries[r] + d);
     UNROLL
             for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], key[c], query);
         }
@@ -39,28 +37,28 @@ INLINE void score_tile(const int R, const int C, const int A, const bf16 *const 
     UNROLL
     for (int r = 0; r < R; r++)
     UNROLL
-        for (int c = 0; c < C; c++) _mm512_storeu_ps(scores + r * BLOCK_KEYS + c * PAGE, sum[r][c]);
+        for (int c = 0; c < C; c++) store_floats(scores + r * BLOCK_KEYS + c * PAGE, sum[r][c]);
 }
 
 /* out[row][16 * c ...] = scale[row] * out + sum over pairs of weights times values, of R rows and C registers of dims. */
 INLINE void value_tile(const int R, const int C, const int A, const uint32_t *weights, const bf16 *const *values,
                        const bf16 *const *ahead, int num_pairs, int first, int dim, const float *scale, float *out) {
-    __m512 sum[TILE_ROWS][TILE_VECTORS];
+    Floats sum[TILE_ROWS][TILE_VECTORS];
     UNROLL
     for (int r = 0; r < R; r++)
     UNROLL
         for (int c = 0; c < C; c++)
-            sum[r][c] = _mm512_mul_ps(_mm512_set1_ps(scale[r]), _mm512_loadu_ps(out + r * dim + c * 16));
+            sum[r][c] = multiply(broadcast(scale[r]), load_floats(out + r * dim + c * 16));
     for (int j = 0; j < num_pairs; j++) {
-        __m512i value[TILE_VECTORS];
+        Pairs value[TILE_VECTORS];
     UNROLL
-        for (int c = 0; c < C; c++) value[c] = _mm512_loadu_si512(values[j] + 2 * first + c * 32);
+        for (int c = 0; c < C; c++) value[c] = load_pairs(values[j] + 2 * first + c * 32);
     UNROLL
         for (int c = 0; c < A * C; c++)
-            _mm_prefetch(ahead[j / PAIRS] + (PAGE + j % PAIRS * 2) * (int64_t)dim + 2 * first + c * 32, HINT);
+            prefetch(ahead[j / PAIRS] + (PAGE + j % PAIRS * 2) * (int64_t)dim + 2 * first + c * 32);
     UNROLL
         for (int r = 0; r < R; r++) {
-            __m512i weight = broadcast_pair(weights + r * BLOCK_PAIRS + j);
+            Pairs weight = broadcast_pair(weights + r * BLOCK_PAIRS + j);
     UNROLL
             for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], value[c], weight);
         }
@@ -68,7 +66,7 @@ INLINE void value_tile(const int R, const int C, const int A, const uint32_t *we
     UNROLL
     for (int r = 0; r < R; r++)
     UNROLL
-        for (int c = 0; c < C; c++) _mm512_storeu_ps(out + r * dim + c * 16, sum[r][c]);
+        for (int c = 0; c < C; c++) store_floats(out + r * dim + c * 16, sum[r][c]);
 }
 
 typedef void ScoreTile(const bf16 *const *, const bf16 *const *, const bf16 *const *, int, float *);

@@ -1,0 +1,206 @@
+/* The operations of simd.h by AVX-512 and its bfloat16 instructions: one instruction each, or close to it. */
+
+#include <immintrin.h>
+
+typedef __m512 Floats;
+typedef __m256i Halves;
+typedef __m512i Pairs, Ints;
+typedef __mmask16 Mask;
+typedef struct {
+    __m512d low, high;
+} Doubles;
+
+/* The first `count` lanes, all from 16 on. */
+INLINE Mask first_lanes(int64_t count) {
+    return count >= LANES ? (Mask)0xffff : (Mask)((1u << count) - 1);
+}
+
+/* Lanes [low, high), none where low >= high. */
+INLINE Mask lanes_between(int low, int high) {
+    return high > low ? (Mask)((1u << high) - (1u << low)) : 0;
+}
+
+INLINE Mask mask_or(Mask a, Mask b) {
+    return a | b;
+}
+
+INLINE Mask mask_and(Mask a, Mask b) {
+    return a & b;
+}
+
+INLINE int any(Mask mask) {
+    return mask != 0;
+}
+
+INLINE Mask equal(Floats a, Floats b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ);
+}
+
+INLINE Mask greater(Floats a, Floats b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+}
+
+INLINE Mask at_least(Floats a, Floats b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ);
+}
+
+INLINE Mask is_nan(Floats x) {
+    return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+}
+
+INLINE Floats select(Mask mask, Floats chosen, Floats otherwise) {
+    return _mm512_mask_mov_ps(otherwise, mask, chosen);
+}
+
+INLINE Floats zero(void) {
+    return _mm512_setzero_ps();
+}
+
+INLINE Floats broadcast(float x) {
+    return _mm512_set1_ps(x);
+}
+
+INLINE Floats load_floats(const float *from) {
+    return _mm512_loadu_ps(from);
+}
+
+INLINE void store_floats(float *to, Floats x) {
+    _mm512_storeu_ps(to, x);
+}
+
+/* The first `count` elements and zeros; nothing beyond them is read. */
+INLINE Floats load_some_floats(const float *from, int count) {
+    return _mm512_maskz_loadu_ps(first_lanes(count), from);
+}
+
+INLINE void store_some_floats(float *to, int count, Floats x) {
+    _mm512_mask_storeu_ps(to, first_lanes(count), x);
+}
+
+INLINE Floats add(Floats a, Floats b) {
+    return _mm512_add_ps(a, b);
+}
+
+INLINE Floats subtract(Floats a, Floats b) {
+    return _mm512_sub_ps(a, b);
+}
+
+INLINE Floats multiply(Floats a, Floats b) {
+    return _mm512_mul_ps(a, b);
+}
+
+INLINE Floats divide(Floats a, Floats b) {
+    return _mm512_div_ps(a, b);
+}
+
+/* b where either is NaN. */
+INLINE Floats maximum(Floats a, Floats b) {
+    return _mm512_max_ps(a, b);
+}
+
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+    return _mm512_fmadd_ps(a, b, c);
+}
+
+INLINE Floats multiply_subtract(Floats a, Floats b, Floats c) {
+    return _mm512_fmsub_ps(a, b, c);
+}
+
+INLINE Floats round_to_even(Floats x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+INLINE Floats round_down(Floats x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+/* x * 2^floor(n); of an infinite n 0 or infinite even where x is NaN. */
+INLINE Floats times_power_of_two(Floats x, Floats n) {
+    return _mm512_scalef_ps(x, n);
+}
+
+INLINE float sum_of(Floats x) {
+    return _mm512_reduce_add_ps(x);
+}
+
+INLINE float largest_of(Floats x) {
+    return _mm512_reduce_max_ps(x);
+}
+
+INLINE Floats widen(Halves x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+INLINE Halves narrow(Floats x) {
+    return (Halves)_mm512_cvtneps_pbh(x);
+}
+
+/* The first `count` elements, all 16 if there are more, and zeros; nothing beyond them is read. */
+INLINE Halves load_halves(const bf16 *from, int64_t count) {
+    return count >= LANES ? _mm256_loadu_si256((const __m256i *)from) : _mm256_maskz_loadu_epi16(first_lanes(count), from);
+}
+
+INLINE void store_halves(bf16 *to, int64_t count, Halves x) {
+    if (count >= LANES)
+        _mm256_storeu_si256((__m256i *)to, x);
+    else
+        _mm256_mask_storeu_epi16(to, first_lanes(count), x);
+}
+
+/* One half of each of 16 pairs, the first or the second. Another thread may write the other one: its bytes are left alone. */
+INLINE void store_half_of_pairs(bf16 *pairs, int second, Halves x) {
+    __m512i wide = _mm512_cvtepu16_epi32(x);
+    __mmask32 mine = second ? 0xaaaaaaaa : 0x55555555;
+    _mm512_mask_storeu_epi16(pairs, mine, second ? _mm512_slli_epi32(wide, 16) : wide);
+}
+
+INLINE Pairs load_pairs(const void *from) {
+    return _mm512_loadu_si512(from);
+}
+
+INLINE void store_pairs(void *to, Pairs x) {
+    _mm512_storeu_si512(to, x);
+}
+
+/* A pair in every lane. */
+INLINE Pairs broadcast_pair(const void *pair) {
+    int32_t bits;
+    memcpy(&bits, pair, sizeof bits);
+    return _mm512_set1_epi32(bits);
+}
+
+/* Neighbours become pairs: first those of a, then those of b. */
+INLINE Pairs narrow_to_pairs(Floats a, Floats b) {
+    return (Pairs)_mm512_cvtne2ps_pbh(b, a);
+}
+
+/* Per lane, sum + a0 b0 + a1 b1 of its pairs. */
+INLINE Floats dot(Floats sum, Pairs a, Pairs b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+/* first, first + 1, ... */
+INLINE Ints count_from(int32_t first) {
+    return _mm512_add_epi32(_mm512_set1_epi32(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+
+INLINE Ints select_ints(Mask mask, Ints chosen, Ints otherwise) {
+    return _mm512_mask_mov_epi32(otherwise, mask, chosen);
+}
+
+INLINE int32_t smallest_of(Mask mask, Ints x) {
+    return _mm512_mask_reduce_min_epi32(mask, x);
+}
+
+INLINE Doubles no_doubles(void) {
+    return (Doubles){_mm512_setzero_pd(), _mm512_setzero_pd()};
+}
+
+INLINE Doubles add_to_doubles(Doubles sum, Floats x) {
+    return (Doubles){_mm512_add_pd(sum.low, _mm512_cvtps_pd(_mm512_castps512_ps256(x))),
+                     _mm512_add_pd(sum.high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)))};
+}
+
+INLINE double sum_of_doubles(Doubles x) {
+    return _mm512_reduce_add_pd(_mm512_add_pd(x.low, x.high));
+}
