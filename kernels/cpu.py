@@ -100,7 +100,8 @@ class PackedLinear:
 
 
 @functools.cache
-def _can_pack() -> bool:
+def can_pack() -> bool:
+    """Whether this torch has the packing operations."""
     ops = torch.ops.mkldnn
     return torch.backends.mkldnn.is_available() and all(  # type: ignore[no-untyped-call]
         hasattr(ops, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
@@ -118,7 +119,7 @@ def pack_linear(weight: torch.Tensor) -> "PackedLinear | torch.Tensor":
     times at many, for it saves the reorder in each call). The packed copy replaces the weight: drop the original. Other
     dtypes, and builds of torch without the packing operations (they are private), get the weight back as it is.
     """
-    if weight.dtype != torch.bfloat16 or not _can_pack():
+    if weight.dtype != torch.bfloat16 or not can_pack():
         return weight
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_BATCH)
     return PackedLinear(blocked, (weight.shape[0], weight.shape[1]))

@@ -36,6 +36,9 @@ FLAGS = (
     "-mfma",
     "-mprefer-vector-width=512",
 )
+AMX_SOURCES = ("amx_permission.c", "amx_tiles.c")
+"""The sources compiled with AMX_FLAGS, and only for CPUs that have the instructions: no other may ever meet them."""
+AMX_FLAGS = ("-mamx-tile", "-mamx-bf16")
 MAX_HEAD_DIM = 256
 BUILD_SECONDS = 120
 
@@ -50,18 +53,50 @@ class Native:
 
     library: ctypes.CDLL
     path: Path
+    amx: bool = False
+    """Whether the CPU has matrix tiles; whether they may be used is for `native_amx.choose` to say."""
 
 
 @functools.cache
 def load() -> Native | NotAvailable:
     """The library, built if needed; or the reason why there is none."""
     try:
-        cpu = _cpu_model()
-        return _open(_built(_compiler(), cpu))
+        cpu, compiler = _cpu_model(), _compiler()
+        return _build_and_open(compiler, cpu, has_amx(cpu_flags()))
     except NotAvailable as reason:
         return reason
     except (OSError, subprocess.SubprocessError) as error:
         return NotAvailable(f"the build failed: {' '.join(str(error).split())}")
+
+
+def _build_and_open(compiler: str, cpu: str, amx: bool) -> Native:
+    if amx:
+        try:
+            return _open(_built(compiler, cpu, AMX_FLAGS), amx=True)
+        except NotAvailable:
+            pass  # compilers before gcc 11 and clang 11 do not know the instructions
+    return _open(_built(compiler, cpu), amx)
+
+
+def has_amx(flags: frozenset[str]) -> bool:
+    """Whether a CPU with these features multiplies bfloat16 matrix tiles (Intel AMX)."""
+    return {"amx_tile", "amx_bf16"} <= flags
+
+
+def cpu_flags() -> frozenset[str]:
+    """The CPU's features; none where they are unknown."""
+    return frozenset(_cpu_fields().get("flags", "").split())
+
+
+@functools.cache
+def _cpu_fields() -> dict[str, str]:
+    """The first processor's fields in /proc/cpuinfo; none where it cannot be read."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    fields = (line.split(":", 1) for line in text.split("\n\n", 1)[0].splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in fields}
 
 
 def suits(config: KVConfig) -> bool:
@@ -75,19 +110,13 @@ def _cpu_model() -> str:
         raise NotAvailable(
             f"the CPU is {platform.machine()}: only x86-64 with AVX-512 and its bfloat16 instructions is supported"
         )
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise NotAvailable("the CPU's features are unknown: /proc/cpuinfo cannot be read") from error
-    fields = dict(line.split(":", 1) for line in text.split("\n\n", 1)[0].splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in fields.items()}
-    missing = [flag for flag in CPU_FLAGS if flag not in fields.get("flags", "").split()]
+    fields, flags = _cpu_fields(), cpu_flags()
+    if not fields:
+        raise NotAvailable("the CPU's features are unknown: /proc/cpuinfo cannot be read")
+    missing = [flag for flag in CPU_FLAGS if flag not in flags]
     if missing:
         raise NotAvailable(f"the CPU lacks {', '.join(missing)}")
-    return "{vendor_id} {cpu family} {model} {model name}".format_map({**dict.fromkeys(_CPU_FIELDS, "?"), **fields})
-
-
-_CPU_FIELDS = ("vendor_id", "cpu family", "model", "model name")
+    return " ".join(fields.get(name, "?") for name in ("vendor_id", "cpu family", "model", "model name"))
 
 
 def _compiler() -> str:
@@ -111,11 +140,14 @@ def _cache_folder() -> Path:
     return base / "batchrun" / "kernels"
 
 
-def _built(compiler: str, cpu: str) -> Path:
-    """The library's file. Two processes that build at once each rename a complete file into place."""
+def _built(compiler: str, cpu: str, amx_flags: tuple[str, ...] = ()) -> Path:
+    """The library's file, AMX_SOURCES compiled with `amx_flags`.
+
+    Two processes that build at once each rename a complete file into place.
+    """
     sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
     version = _run([compiler, "--version"])
-    key = hashlib.sha256(b"\0".join([*sources, *(part.encode() for part in (*FLAGS, version, cpu))])).hexdigest()[:20]
+    key = hashlib.sha256(b"\0".join([*sources, *(part.encode() for part in (*FLAGS, *amx_flags, version, cpu))])).hexdigest()[:20]
     target = _cache_folder() / f"attention-{key}.so"
     if target.exists():
         return target
@@ -124,7 +156,7 @@ def _built(compiler: str, cpu: str) -> Path:
         library, objects = Path(folder) / "attention.so", []
         for source in sorted(SOURCES.glob("*.c")):
             objects.append(str(Path(folder) / f"{source.stem}.o"))
-            _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
+            _run([compiler, *FLAGS, *(amx_flags if source.name in AMX_SOURCES else ()), "-c", str(source), "-o", objects[-1]])
         _run([compiler, "-shared", *objects, "-o", str(library), "-lm"])  # no -fopenmp: torch's runtime, not another
         os.replace(library, target)
     return target
@@ -140,7 +172,7 @@ def _openmp_runtime() -> str:
     raise NotAvailable("torch has loaded no OpenMP runtime to share")
 
 
-def _open(path: Path) -> Native:
+def _open(path: Path, amx: bool = False) -> Native:
     ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -172,8 +204,9 @@ def _open(path: Path) -> Native:
         *(ctypes.c_float, int64, pointer, int32),
     ]
     library.batchrun_linear.argtypes = [pointer]
+    library.batchrun_allow_amx.argtypes, library.batchrun_allow_amx.restype = [], int32
     for name in ("attend", "linear", "rms_norm", "silu_mul", "best", "draw"):
         getattr(library, f"batchrun_{name}").restype = None
     for returns_slot in (library.batchrun_write_kv, library.batchrun_rotate_and_write, library.batchrun_move_kv):
         returns_slot.restype = int64
-    return Native(library, path)
+    return Native(library, path, amx)

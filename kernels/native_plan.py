@@ -26,6 +26,11 @@ FEW_ROWS_PAGES = 64
 """Pages of a task of fewer rows, which is mostly the reading of keys."""
 
 
+AMX_TILE_ROWS = 16
+BLOCK_KEYS = 128
+"""AMX_ROWS and BLOCK_KEYS of csrc."""
+
+
 class _Arguments(ctypes.Structure):
     """`Plan` of csrc/attention.c."""
 
@@ -47,6 +52,7 @@ class _Arguments(ctypes.Structure):
         ("totals", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("scratch_size", ctypes.c_int64),
+        ("amx_rows", ctypes.c_int32),
     ]
 
 
@@ -178,8 +184,10 @@ def _fill_arguments(plan: NativePlan) -> None:
     arguments.num_tasks, arguments.num_pages, arguments.num_merged = len(plan.tasks), plan.kv.num_pages, len(plan.merged)
     for name in ("items", "entries", "tasks", "merged", "merge_offsets", "merge_rows"):
         setattr(arguments, name, getattr(plan, name).ctypes.data)
-    rows = max(1, TASK_ROWS // config.group) * config.group
-    arguments.scratch_size = -(-rows * (config.head_dim + 2) // 16) * 16 + 16
+    arguments.amx_rows = plan.kv.amx_rows
+    rows = -(-max(1, TASK_ROWS // config.group) * config.group // AMX_TILE_ROWS) * AMX_TILE_ROWS
+    # Floats: maximum, total and sums of each row; bfloat16: the rows' queries, a block's values.
+    arguments.scratch_size = rows * (2 + config.head_dim) + (rows + BLOCK_KEYS) * config.head_dim // 2
 
 
 def attend(kv: NativeKVCache, layer: int, q: torch.Tensor, plan: NativePlan) -> torch.Tensor:

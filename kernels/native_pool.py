@@ -12,9 +12,11 @@ class NativeKVCache:
     Memory past the slots written so far is read by whole pages of 16 and ignored.
     """
 
-    def __init__(self, config: KVConfig, num_pages: int, native: Native) -> None:
+    def __init__(self, config: KVConfig, num_pages: int, native: Native, amx_rows: int = 0) -> None:
         self.config = config
         self.native = native
+        self.amx_rows = amx_rows
+        """Tasks of attention with at least so many query rows use matrix tiles; 0: none does."""
         self.num_pages = num_pages
         self.num_slots = num_pages * PAGE_SIZE
         self.data = torch.empty(

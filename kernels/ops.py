@@ -9,6 +9,7 @@ from batchrun.kernels import (
     cpu_attention,
     cpu_plan,
     native,
+    native_amx,
     native_elementwise,
     native_linear,
     native_plan,
@@ -72,7 +73,10 @@ _choice: Literal["auto", "torch", "native"] = "auto"
 def native_status() -> str:
     """One line: where the compiled kernel lies, or why there is none. Builds it if need be."""
     loaded = native.load()
-    return f"compiled: {loaded.path}" if isinstance(loaded, native.Native) else f"torch operations: {loaded}"
+    if not isinstance(loaded, native.Native):
+        return f"torch operations: {loaded}"
+    remark = native_amx.choose(loaded).remark
+    return f"compiled: {loaded.path}{remark and ', '}{remark}"
 
 
 def page_size(device: str) -> int:
@@ -101,7 +105,7 @@ def allocate_kv(config: KVConfig, num_pages: int) -> KVCache:
     if _choice != "torch" and native.suits(config):
         loaded = native.load()
         if isinstance(loaded, native.Native):
-            return native_pool.NativeKVCache(config, num_pages, loaded)
+            return native_pool.NativeKVCache(config, num_pages, loaded, native_amx.choose(loaded).rows)
     assert _choice != "native", f"no compiled kernel for {config}: {native_status()}"
     return cpu.KVCache(config, num_pages)
 
@@ -207,22 +211,35 @@ def _kernel_for(*tensors: torch.Tensor) -> native.Native | None:
     return None
 
 
+def _onednn_is_faster(flags: frozenset[str], can_pack: bool) -> bool:
+    """Whether linear layers in bfloat16 go to torch's oneDNN on a CPU with these features.
+
+    There it multiplies matrix tiles, several times as fast as the dot products that our kernel is made of.
+    """
+    return native.has_amx(flags) and can_pack
+
+
+def _linear_kernel_for(weight: torch.Tensor) -> native.Native | None:
+    """The compiled kernel if it is to compute a linear layer of this weight."""
+    if _choice == "auto" and _onednn_is_faster(native.cpu_flags(), cpu.can_pack()):
+        return None
+    return _kernel_for(weight) if native_linear.suits(weight) else None
+
+
 def pack_linear(weight: torch.Tensor) -> Weight:
     """Prepare a weight [out, in] for `linear`. It may be copied: drop the original.
 
-    bfloat16 is packed once for the compiled kernel, or where there is none into oneDNN's layout; other dtypes, and builds of
-    torch without the packing operations (they are private), get the weight back as it is.
+    bfloat16 is packed once for the compiled kernel, or into oneDNN's layout where there is none or the CPU has matrix tiles;
+    other dtypes, and builds of torch without the packing operations (they are private), get the weight back as it is.
     """
-    kernel = _kernel_for(weight)
-    return native_linear.pack(kernel, weight) if kernel and native_linear.suits(weight) else cpu.pack_linear(weight)
+    kernel = _linear_kernel_for(weight)
+    return native_linear.pack(kernel, weight) if kernel else cpu.pack_linear(weight)
 
 
 def pack_gated_linear(gate_up: torch.Tensor) -> GatedWeight:
     """Prepare the weights of a gated layer, gate_up [2 * I, in] with the gate's first, for `gated_linear`; see `pack_linear`."""
-    kernel = _kernel_for(gate_up)
-    if kernel and native_linear.suits(gate_up):
-        return native_linear.pack_gated(kernel, gate_up)
-    return cpu.pack_linear(gate_up)
+    kernel = _linear_kernel_for(gate_up)
+    return native_linear.pack_gated(kernel, gate_up) if kernel else cpu.pack_linear(gate_up)
 
 
 @timed("linear")
@@ -239,7 +256,7 @@ def gated_linear(x: torch.Tensor, weight: GatedWeight) -> torch.Tensor:
     """silu_mul of the linear layer: x [..., in] -> silu(x times gate) * (x times up) [..., I], with the same roundings."""
     if isinstance(weight, native_linear.NativeLinear):
         return native_linear.linear(x, weight)
-    return cpu.silu_mul(cpu.linear(x, weight))
+    return _silu_mul(cpu.linear(x, weight))
 
 
 @timed("elementwise")
@@ -266,6 +283,10 @@ def rms_norm_residual(
 @timed("elementwise")
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of gate_up [..., 2 * I], gate first -> [..., I]; silu is rounded to gate_up's dtype before the product."""
+    return _silu_mul(gate_up)
+
+
+def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     kernel = _kernel_for(gate_up)
     return native_elementwise.silu_mul(kernel, gate_up) if kernel else cpu.silu_mul(gate_up)
 

@@ -15,6 +15,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "amx_tiles.h"
 #include "exp.h"
 #include "tiles.h"
 
@@ -46,6 +47,7 @@ typedef struct {
     float *sums, *maxima, *totals; /* partial results: [rows, heads, dim], [rows, heads], [rows, heads] */
     float *scratch;
     int64_t scratch_size; /* floats per thread */
+    int32_t amx_rows;     /* tasks of at least so many query rows use matrix tiles; 0: none does */
 } Plan;
 
 INLINE Floats zero_if_minus_infinity(Floats x) {
@@ -59,12 +61,15 @@ INLINE Floats one_if_zero(Floats x) {
 static const bf16 ONES[2] = {0x3f80, 0x3f80};
 static const bf16 ZERO_VALUES[2 * MAX_DIM] __attribute__((aligned(64)));
 
+#define MOST_ROWS (AMX_ROWS > TILE_ROWS ? AMX_ROWS : TILE_ROWS)
+
 /* A block of pages, ready to be multiplied. */
 typedef struct {
     int num_pages, masked; /* masked: some lane holds none of the item's keys */
     int position[BLOCK_PAGES], low[BLOCK_PAGES], high[BLOCK_PAGES];
     const bf16 *keys[BLOCK_PAGES];
     const bf16 *values[BLOCK_PAIRS];
+    bf16 *packed; /* the values for matrix tiles, or NULL */
     bf16 edges[2 * BLOCK_PAGES][2 * MAX_DIM]; /* copies of pairs of which one key is not the item's, that one zeroed */
 } Block;
 
@@ -125,8 +130,9 @@ static const bf16 *const *pages_ahead(const Ahead *ahead, int num_pages, int dim
 /* Rows of a tile and their running state. */
 typedef struct {
     int rows;
-    const bf16 *queries[TILE_ROWS];
-    int limits[TILE_ROWS]; /* keys that each row sees */
+    const bf16 *queries[MOST_ROWS];
+    const bf16 *packed;    /* the queries for matrix tiles, or NULL */
+    int limits[MOST_ROWS]; /* keys that each row sees */
     float *sums;           /* [rows, dim] */
     float *maximum, *total;
 } Tile;
@@ -141,16 +147,39 @@ static void mask_scores(const Tile *tile, const Block *block, int num_pages, flo
         }
 }
 
+static void score(const Tile *tile, const Block *block, const bf16 *const *ahead, int num_pages, int dim, float *scores) {
+    if (tile->packed) {
+        amx_scores(tile->packed, block->keys, ahead, num_pages, dim, scores);
+        return;
+    }
+    for (int i = 0; i < num_pages; i += TILE_VECTORS) {
+        int count = num_pages - i < TILE_VECTORS ? num_pages - i : TILE_VECTORS;
+        ScoreTile *multiply = SCORE_TILES[ahead != NULL][tile->rows - 1][count - 1];
+        multiply(tile->queries, block->keys + i, ahead ? ahead + i : NULL, dim, scores + i * PAGE);
+    }
+}
+
+static void add_values(const Tile *tile, const Block *block, const bf16 *const *ahead, int num_pages, int dim,
+                       const uint32_t *weights, const float *shrink) {
+    if (tile->packed) {
+        amx_values(weights, block->packed, ahead, num_pages, dim, tile->rows, shrink, tile->sums);
+        return;
+    }
+    for (int vectors = dim / 16, d = 0; vectors > 0;) {
+        int groups = (vectors + TILE_VECTORS - 1) / TILE_VECTORS, count = (vectors + groups - 1) / groups;
+        ValueTile *multiply = VALUE_TILES[ahead != NULL][tile->rows - 1][count - 1];
+        multiply(weights, block->values, ahead, num_pages * PAIRS, d, dim, shrink, tile->sums);
+        vectors -= count;
+        d += 16 * count;
+    }
+}
+
 static void attend_tile(const Tile *tile, const Block *block, const bf16 *const *ahead, int dim, float scale) {
     int num_pages = block->num_pages, rows = tile->rows;
     while (num_pages > 0 && block->position[num_pages - 1] >= tile->limits[rows - 1]) num_pages--;
     if (num_pages == 0) return;
-    float scores[TILE_ROWS * BLOCK_KEYS] __attribute__((aligned(64)));
-    for (int i = 0; i < num_pages; i += TILE_VECTORS) {
-        int count = num_pages - i < TILE_VECTORS ? num_pages - i : TILE_VECTORS;
-        ScoreTile *multiply = SCORE_TILES[ahead != NULL][rows - 1][count - 1];
-        multiply(tile->queries, block->keys + i, ahead ? ahead + i : NULL, dim, scores + i * PAGE);
-    }
+    float scores[MOST_ROWS * BLOCK_KEYS] __attribute__((aligned(64)));
+    score(tile, block, ahead, num_pages, dim, scores);
     int last = num_pages - 1, end = block->position[last] + block->high[last] - block->low[last];
     if (block->masked || tile->limits[0] < end) mask_scores(tile, block, num_pages, scores);
 
@@ -170,7 +199,7 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
     store_floats(shrink, factor);
 
     /* The total is of the weights as rounded for the second product, so that the result is a true mean of values. */
-    uint32_t weights[TILE_ROWS * BLOCK_PAIRS] __attribute__((aligned(64)));
+    uint32_t weights[MOST_ROWS * BLOCK_PAIRS] __attribute__((aligned(64)));
     const Pairs ones = broadcast_pair(ONES);
     for (int r = 0; r < rows; r++) {
         Floats subtract = broadcast(top[r]), total = zero(), c = broadcast(scale);
@@ -185,13 +214,7 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
         }
         tile->total[r] = tile->total[r] * shrink[r] + sum_of(total);
     }
-    for (int vectors = dim / 16, d = 0; vectors > 0;) {
-        int groups = (vectors + TILE_VECTORS - 1) / TILE_VECTORS, count = (vectors + groups - 1) / groups;
-        ValueTile *multiply = VALUE_TILES[ahead != NULL][rows - 1][count - 1];
-        multiply(weights, block->values, ahead, num_pages * PAIRS, d, dim, shrink, tile->sums);
-        vectors -= count;
-        d += 16 * count;
-    }
+    add_values(tile, block, ahead, num_pages, dim, weights, shrink);
 }
 
 static const bf16 *head_of(const Plan *plan, const bf16 *pool, int kv_head) {
@@ -203,46 +226,16 @@ static Ahead first_block(const Plan *plan, const Task *task, const bf16 *pool) {
                    task->num_entries < BLOCK_PAGES ? task->num_entries : BLOCK_PAGES, plan->items[task->item].num_keys};
 }
 
-static void run_task(const Plan *plan, const Task *task, const Ahead *following, const bf16 *pool, const bf16 *q, bf16 *out,
-                     float *scratch) {
-    const Item item = plan->items[task->item];
-    const Entry *entries = plan->entries + task->entry;
-    const bf16 *head = head_of(plan, pool, task->kv_head);
+/* Into the output, or where the token's partial results are added up. */
+static void leave_results(const Plan *plan, const Task *task, const float *maximum, const float *total, const float *sums,
+                          bf16 *out) {
     int dim = plan->head_dim, heads = plan->num_heads, group = heads / plan->kv_heads, rows = task->count * group;
-    float scale = 1.44269504088896340736f / sqrtf((float)dim);
-    float *maximum = scratch, *total = maximum + rows, *sums = total + rows;
-    for (int r = 0; r < rows; r++) maximum[r] = -INFINITY;
-    memset(total, 0, sizeof(float) * (rows + (int64_t)rows * dim));
-    q += ((int64_t)(item.start + task->first) * heads + task->kv_head * group) * dim;
-    /* The first query sees `limit` keys, each later one one more; without causality all see all. */
-    int limit = item.causal ? item.num_keys - item.count + task->first + 1 : item.num_keys;
-    int most = item.causal ? limit + task->count - 1 : limit;
-    int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    Block block;
-    for (int e = 0; e < task->num_entries && entries[e].position < most; e += BLOCK_PAGES) {
-        int rest = task->num_entries - e, pages = rest < BLOCK_PAGES ? rest : BLOCK_PAGES;
-        while (entries[e + pages - 1].position >= most) pages--;
-        load_block(&block, head, entries + e, pages, item.num_keys, dim);
-        Ahead ahead = *following;
-        if (rest > BLOCK_PAGES && entries[e + BLOCK_PAGES].position < most)
-            ahead = (Ahead){head, entries + e + BLOCK_PAGES, rest < 2 * BLOCK_PAGES ? rest - BLOCK_PAGES : BLOCK_PAGES, most};
-        const bf16 *places[BLOCK_PAGES], *const *fetched = pages_ahead(&ahead, block.num_pages, dim, places);
-        for (int i = 0; i < tiles; i++, fetched = NULL) {
-            int low = (int)((int64_t)rows * i / tiles), high = (int)((int64_t)rows * (i + 1) / tiles);
-            Tile tile = {.rows = high - low, .sums = sums + (int64_t)low * dim, .maximum = maximum + low, .total = total + low};
-            for (int r = low, token = low / group, h = low % group; r < high; r++) {
-                tile.queries[r - low] = q + ((int64_t)token * heads + h) * dim;
-                tile.limits[r - low] = item.causal ? limit + token : limit;
-                if (++h == group) h = 0, token++;
-            }
-            attend_tile(&tile, &block, fetched, dim, scale);
-        }
-    }
+    int first = plan->items[task->item].start + task->first;
     for (int r = 0; r < rows; r++) {
         int token = r / group, h = task->kv_head * group + r % group;
         const float *sum = sums + (int64_t)r * dim;
         if (task->partial < 0) {
-            bf16 *to = out + ((int64_t)(item.start + task->first + token) * heads + h) * dim;
+            bf16 *to = out + ((int64_t)(first + token) * heads + h) * dim;
             Floats inverse = divide(broadcast(1.0f), one_if_zero(broadcast(total[r])));
             for (int d = 0; d < dim; d += 16) store_halves(to + d, LANES, narrow(multiply(load_floats(sum + d), inverse)));
         } else {
@@ -252,6 +245,60 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
             plan->totals[at] = total[r];
         }
     }
+}
+
+static void run_task(const Plan *plan, const Task *task, const Ahead *following, const bf16 *pool, const bf16 *q, bf16 *out,
+                     float *scratch) {
+    const Item item = plan->items[task->item];
+    const Entry *entries = plan->entries + task->entry;
+    const bf16 *head = head_of(plan, pool, task->kv_head);
+    int dim = plan->head_dim, heads = plan->num_heads, group = heads / plan->kv_heads, rows = task->count * group;
+    float scale = 1.44269504088896340736f / sqrtf((float)dim);
+    int matrix = plan->amx_rows && rows >= plan->amx_rows, most_rows = matrix ? AMX_ROWS : TILE_ROWS;
+    int tiles = (rows + most_rows - 1) / most_rows, height = (rows + tiles - 1) / tiles;
+    int64_t padded = (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS; /* keeps what follows at addresses of whole lines */
+    float *maximum = scratch, *total = maximum + padded, *sums = total + padded;
+    bf16 *packed = (bf16 *)(sums + padded * dim);
+    for (int r = 0; r < rows; r++) maximum[r] = -INFINITY;
+    memset(total, 0, sizeof(float) * (padded + (matrix ? padded : rows) * dim));
+    q += ((int64_t)(item.start + task->first) * heads + task->kv_head * group) * dim;
+    /* The first query sees `limit` keys, each later one one more; without causality all see all. */
+    int limit = item.causal ? item.num_keys - item.count + task->first + 1 : item.num_keys;
+    int most = item.causal ? limit + task->count - 1 : limit;
+    Block block; /* too large to be cleared for every task */
+    block.packed = matrix ? packed + padded * dim : NULL;
+    if (matrix) {
+        for (int r = 0; r < rows; r++)
+            memcpy(packed + (int64_t)r * dim, q + ((int64_t)(r / group) * heads + r % group) * dim, sizeof(bf16) * dim);
+        amx_begin(height, dim);
+    }
+    for (int e = 0; e < task->num_entries && entries[e].position < most; e += BLOCK_PAGES) {
+        int rest = task->num_entries - e, pages = rest < BLOCK_PAGES ? rest : BLOCK_PAGES;
+        while (entries[e + pages - 1].position >= most) pages--;
+        load_block(&block, head, entries + e, pages, item.num_keys, dim);
+        if (matrix) amx_pack_values(block.values, pages, dim, block.packed);
+        Ahead ahead = *following;
+        if (rest > BLOCK_PAGES && entries[e + BLOCK_PAGES].position < most)
+            ahead = (Ahead){head, entries + e + BLOCK_PAGES, rest < 2 * BLOCK_PAGES ? rest - BLOCK_PAGES : BLOCK_PAGES, most};
+        const bf16 *places[BLOCK_PAGES], *const *fetched = pages_ahead(&ahead, block.num_pages, dim, places);
+        for (int i = 0; i < tiles; i++, fetched = NULL) {
+            int low = (int)((int64_t)rows * i / tiles), high = (int)((int64_t)rows * (i + 1) / tiles);
+            if (matrix) low = i * height, high = i == tiles - 1 ? rows : low + height; /* only the last may write rows too many */
+            Tile tile = {.rows = high - low,
+                         .packed = matrix ? packed + (int64_t)low * dim : NULL,
+                         .sums = sums + (int64_t)low * dim,
+                         .maximum = maximum + low,
+                         .total = total + low};
+            for (int r = low, token = low / group, h = low % group; r < high; r++) {
+                tile.queries[r - low] = q + ((int64_t)token * heads + h) * dim;
+                tile.limits[r - low] = item.causal ? limit + token : limit;
+                if (++h == group) h = 0, token++;
+            }
+            attend_tile(&tile, &block, fetched, dim, scale);
+        }
+    }
+    if (matrix) amx_end();
+    leave_results(plan, task, maximum, total, sums, out);
 }
 
 /* Add up a token's partial results: out = sum 2^(m_i - m) s_i / sum 2^(m_i - m) t_i; 0 where all are absent. */

@@ -3,12 +3,8 @@
 #ifndef BATCHRUN_TILES_H
 #define BATCHRUN_TILES_H
 
-#include "pool.h"
+#include "block.h"
 
-#define PAIRS (PAGE / 2)
-#define BLOCK_PAGES 8
-#define BLOCK_PAIRS (BLOCK_PAGES * PAIRS)
-#define BLOCK_KEYS (BLOCK_PAGES * PAGE)
 #define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
 #define TILE_VECTORS 4
 

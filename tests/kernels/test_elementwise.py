@@ -127,14 +127,14 @@ def test_without_the_kernel_only_bfloat16_is_packed_and_only_where_torch_can(mon
     assert ops.pack_linear(weight) is weight
     half = weight.bfloat16()
     monkeypatch.setattr(ops, "_choice", "torch")
-    monkeypatch.setattr(cpu, "_can_pack", lambda: True)
+    monkeypatch.setattr(cpu, "can_pack", lambda: True)
     packed = ops.pack_linear(half)
     assert isinstance(packed, cpu.PackedLinear)
     assert packed.shape == (8, 16)
-    monkeypatch.setattr(cpu, "_can_pack", lambda: False)
+    monkeypatch.setattr(cpu, "can_pack", lambda: False)
     assert ops.pack_linear(half) is half
 
 
 def test_this_torch_has_the_packing_operations() -> None:
     """They are private: a torch that drops them would silently run slower."""
-    assert cpu._can_pack()
+    assert cpu.can_pack()
