@@ -25,21 +25,23 @@ class Choice(NamedTuple):
     """`NativeKVCache.amx_rows`."""
     remark: str
     """For the user; empty where the CPU has no tiles."""
+    allowed: bool
+    """Whether the CPU has tiles and the system does not refuse them: oneDNN uses them then, whether or not attention does."""
 
 
 @functools.cache
 def choose(native: Native) -> Choice:
     """Ask the system for the tiles and try them, once."""
     if not native.amx:
-        return Choice(0, "")
+        return Choice(0, "", allowed=False)
     refused: int = native.library.batchrun_allow_amx()
     if refused < 0:
-        return Choice(0, "without AMX: the compiler does not know it")
+        return Choice(0, "without AMX: the compiler does not know it", allowed=True)
     if refused:
-        return Choice(0, f"without AMX: the system refused it (error {refused})")
+        return Choice(0, f"without AMX: the system refused it (error {refused})", allowed=False)
     if not all(_agrees(native, dim) for dim in (64, 80)):
-        return Choice(0, "without AMX: it failed a comparison with AVX-512")
-    return Choice(LEAST_ROWS, "with AMX")
+        return Choice(0, "without AMX: it failed a comparison with AVX-512", allowed=True)
+    return Choice(LEAST_ROWS, "with AMX", allowed=True)
 
 
 def _agrees(native: Native, dim: int) -> bool:

@@ -211,19 +211,17 @@ def _kernel_for(*tensors: torch.Tensor) -> native.Native | None:
     return None
 
 
-def _onednn_is_faster(flags: frozenset[str], can_pack: bool) -> bool:
-    """Whether linear layers in bfloat16 go to torch's oneDNN on a CPU with these features.
-
-    There it multiplies matrix tiles, several times as fast as the dot products that our kernel is made of.
-    """
-    return native.has_amx(flags) and can_pack
+def _onednn_is_faster(tiles: native_amx.Choice, can_pack: bool) -> bool:
+    """Whether linear layers in bfloat16 go to torch's oneDNN: matrix tiles are several times as fast as our dot products."""
+    return tiles.allowed and can_pack
 
 
 def _linear_kernel_for(weight: torch.Tensor) -> native.Native | None:
     """The compiled kernel if it is to compute a linear layer of this weight."""
-    if _choice == "auto" and _onednn_is_faster(native.cpu_flags(), cpu.can_pack()):
+    kernel = _kernel_for(weight) if native_linear.suits(weight) else None
+    if kernel and _choice == "auto" and _onednn_is_faster(native_amx.choose(kernel), cpu.can_pack()):
         return None
-    return _kernel_for(weight) if native_linear.suits(weight) else None
+    return kernel
 
 
 def pack_linear(weight: torch.Tensor) -> Weight:
