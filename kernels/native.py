@@ -1,8 +1,7 @@
 """The compiled CPU kernel: whether this machine can have it, its build at first use, and its functions.
 
 The source is built by the system's C compiler in about two seconds and kept in `batchrun/kernels` of the user's cache folder,
-keyed by source, flags, compiler and CPU. OpenMP's functions are left undefined in the library and found in the runtime that
-torch has loaded: a second runtime's threads would compete with torch's.
+keyed by source, flags, compiler and CPU.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ FLAGS = (
     "-std=c11",
     "-O3",
     "-fPIC",
-    "-fopenmp",
+    "-pthread",
     "-fno-math-errno",
     "-mavx512f",
     "-mavx512bw",
@@ -157,23 +156,12 @@ def _built(compiler: str, cpu: str, amx_flags: tuple[str, ...] = ()) -> Path:
         for source in sorted(SOURCES.glob("*.c")):
             objects.append(str(Path(folder) / f"{source.stem}.o"))
             _run([compiler, *FLAGS, *(amx_flags if source.name in AMX_SOURCES else ()), "-c", str(source), "-o", objects[-1]])
-        _run([compiler, "-shared", *objects, "-o", str(library), "-lm"])  # no -fopenmp: torch's runtime, not another
+        _run([compiler, "-shared", "-pthread", *objects, "-o", str(library), "-lm"])
         os.replace(library, target)
     return target
 
 
-def _openmp_runtime() -> str:
-    """The file of the OpenMP runtime that torch brought into the process."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            path = line.rstrip("\n").split(maxsplit=5)[-1]
-            if os.path.basename(path).startswith(("libgomp", "libiomp5", "libomp")):
-                return path
-    raise NotAvailable("torch has loaded no OpenMP runtime to share")
-
-
 def _open(path: Path, amx: bool = False) -> Native:
-    ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.batchrun_attend.argtypes = [pointer, pointer, pointer, pointer, int32]
@@ -197,6 +185,7 @@ def _open(path: Path, amx: bool = False) -> Native:
         *(pointer, pointer, int64, int64, int32),
     ]
     library.batchrun_silu_mul.argtypes = [pointer, int64, pointer, int64, int64, int32]
+    library.batchrun_gather.argtypes = [pointer, int64, int64, pointer, int64, pointer, int32]
     library.batchrun_best.argtypes = [pointer, int64, int64, int64, pointer, pointer, int32]
     library.batchrun_draw.argtypes = [
         *(pointer, int64, int64),
@@ -207,6 +196,6 @@ def _open(path: Path, amx: bool = False) -> Native:
     library.batchrun_allow_amx.argtypes, library.batchrun_allow_amx.restype = [], int32
     for name in ("attend", "linear", "rms_norm", "silu_mul", "best", "draw"):
         getattr(library, f"batchrun_{name}").restype = None
-    for returns_slot in (library.batchrun_write_kv, library.batchrun_rotate_and_write, library.batchrun_move_kv):
-        returns_slot.restype = int64
+    for name in ("gather", "write_kv", "rotate_and_write", "move_kv"):
+        getattr(library, f"batchrun_{name}").restype = int64
     return Native(library, path, amx)

@@ -1,4 +1,4 @@
-"""Norms and gates by the compiled kernel: each one pass over memory, for bfloat16 on the CPU."""
+"""Norms, gates and the gathering of rows by the compiled kernel: each one pass over memory, for bfloat16 on the CPU."""
 
 import torch
 
@@ -56,4 +56,17 @@ def silu_mul(native: Native, gate_up: torch.Tensor) -> torch.Tensor:
     native.library.batchrun_silu_mul(
         *(rows.data_ptr(), rows.stride(0)), *(out.data_ptr(), len(rows), width), torch.get_num_threads()
     )
+    return out
+
+
+def gather(native: Native, table: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """The contract is in `ops.gather`."""
+    table, which = table.contiguous(), which.contiguous()
+    out = torch.empty((len(which), table.shape[1]), dtype=table.dtype)
+    bad = native.library.batchrun_gather(
+        *(table.data_ptr(), table.shape[1] * table.element_size(), len(table)),
+        *(which.data_ptr(), len(which), out.data_ptr(), torch.get_num_threads()),
+    )
+    if bad >= 0:
+        raise IndexError(f"row {int(which[bad])} of a table of {len(table)}")
     return out

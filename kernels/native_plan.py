@@ -22,6 +22,8 @@ TASK_ROWS = 192
 MANY_ROWS = 64
 MANY_ROWS_PAGES = 256
 """Pages of a task of at least MANY_ROWS rows: a partial result per row costs about as much as 16 keys."""
+READING_A_KEY = 24
+"""Query rows whose work on a key takes about as long as its way from memory."""
 FEW_ROWS_PAGES = 64
 """Pages of a task of fewer rows, which is mostly the reading of keys."""
 
@@ -71,7 +73,8 @@ class NativePlan:
     entries: Ints
     """[entries, 4]: page, position of its first key in the item, first and last + 1 lane of the page."""
     tasks: Ints
-    """[tasks, 8]: item, kv head, first query, queries, first entry, entries, partial row or -1, unused; longest first."""
+    """[tasks, 8]: item, kv head, first query, queries, first entry, entries, partial row or -1, unused; first those that
+    mostly read, longest first, then those that mostly compute, longest last: threads take from both ends."""
     merged: Ints
     """Tokens with partial results."""
     merge_offsets: Ints
@@ -174,7 +177,9 @@ def _make_tasks(
     for at, column in zip((0, 2, 3, 4, 5, 6), columns, strict=True):
         flat[:, :, at] = column[:, None]
     seen = np.minimum(length * PAGE_SIZE, np.maximum(0, keys[item] - low * PAGE_SIZE))
-    order = np.argsort(-seen * (size * group + 8), kind="stable")  # reading a key costs about as much as 8 rows on it
+    cost = seen * (size * group + READING_A_KEY)
+    order = np.argsort(np.where(size * group < READING_A_KEY, -cost, cost), kind="stable")
+    order = order[np.argsort(size[order] * group >= READING_A_KEY, kind="stable")]
     return np.ascontiguousarray(flat[order].reshape(-1, 8)), partials
 
 

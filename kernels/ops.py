@@ -39,6 +39,7 @@ __all__ = [
     "copy_kv",
     "draw",
     "gated_linear",
+    "gather",
     "invert",
     "linear",
     "native_status",
@@ -255,6 +256,17 @@ def gated_linear(x: torch.Tensor, weight: GatedWeight) -> torch.Tensor:
     if isinstance(weight, native_linear.NativeLinear):
         return native_linear.linear(x, weight)
     return _silu_mul(cpu.linear(x, weight))
+
+
+@timed("elementwise")
+def gather(table: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """Rows `which` (int64 [N]) of table [rows, width] -> [N, width], a tensor of its own.
+
+    Raises:
+        IndexError: a row outside the table.
+    """
+    kernel = _kernel_for(table)
+    return native_elementwise.gather(kernel, table, which) if kernel else table.index_select(0, which)
 
 
 @timed("elementwise")

@@ -136,8 +136,8 @@ class Decoder:
             [L, vocab] in the model's dtype, contiguous; [0, vocab] for none.
         """
         config = self.config
-        cos, sin = self._cos[positions], self._sin[positions]
-        residual = self._embedding[token_ids]
+        cos, sin = ops.gather(self._cos, positions), ops.gather(self._sin, positions)
+        residual = ops.gather(self._embedding, token_ids)
         normed = ops.rms_norm(residual, self._layers[0].attention_norm, config.rms_norm_eps)
         last = config.num_layers - 1
         for number, layer in enumerate(self._layers):
@@ -147,7 +147,7 @@ class Decoder:
                 return torch.empty((0, config.vocab_size), dtype=self.dtype, device=self.device)
             attended = ops.attend(kv, number, q, plan).reshape(len(token_ids), config.num_heads * config.head_dim)
             if number == last:  # from here on nothing is kept but the logits
-                attended, residual = attended[logit_rows], residual[logit_rows]
+                attended, residual = ops.gather(attended, logit_rows), ops.gather(residual, logit_rows)
             normed, residual = ops.rms_norm_residual(layer.attention_out(attended), residual, layer.mlp_norm, config.rms_norm_eps)
             mlp = layer.down(layer.gated(normed))
             following = self._final_norm if number == last else self._layers[number + 1].attention_norm

@@ -11,13 +11,14 @@
  */
 
 #include <math.h>
-#include <omp.h>
-#include <stdatomic.h>
 #include <string.h>
 
 #include "amx_tiles.h"
 #include "exp.h"
+#include "threads.h"
 #include "tiles.h"
+
+#define MERGED_AT_ONCE 8
 
 typedef struct {
     int32_t page, position, low, high; /* keys of lanes [low, high) of the page; `position` is the first one's in the item */
@@ -332,24 +333,30 @@ static void merge_token(const Plan *plan, int64_t index, bf16 *out) {
     }
 }
 
+typedef struct {
+    const Plan *plan;
+    const bf16 *pool, *q;
+    bf16 *out;
+} Step;
+
+static void attend_task(const void *argument, int64_t index, int64_t next, int thread) {
+    const Step *step = argument;
+    const Plan *plan = step->plan;
+    Ahead following = {0};
+    if (next >= 0) following = first_block(plan, plan->tasks + next, step->pool);
+    run_task(plan, plan->tasks + index, &following, step->pool, step->q, step->out, plan->scratch + thread * plan->scratch_size);
+}
+
+static void merge_task(const void *argument, int64_t index, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Step *step = argument;
+    int64_t end = (index + 1) * MERGED_AT_ONCE;
+    for (int64_t i = index * MERGED_AT_ONCE; i < end && i < step->plan->num_merged; i++) merge_token(step->plan, i, step->out);
+}
+
 /* pool: the layer's; q, out: [tokens, heads, head_dim]. Every token of the step is written. */
 void batchrun_attend(const Plan *plan, const bf16 *pool, const bf16 *q, bf16 *out, int32_t threads) {
-    atomic_int taken = 0;
-#pragma omp parallel num_threads(threads)
-    {
-        float *scratch = plan->scratch + omp_get_thread_num() * plan->scratch_size;
-        int next = atomic_fetch_add(&taken, 1);
-        while (next < plan->num_tasks) { /* which thread takes a task changes no result */
-            const Task *task = plan->tasks + next;
-            next = atomic_fetch_add(&taken, 1);
-            Ahead following = {0};
-            if (next < plan->num_tasks) following = first_block(plan, plan->tasks + next, pool);
-            run_task(plan, task, &following, pool, q, out, scratch);
-        }
-        if (plan->num_merged) {
-#pragma omp barrier
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < plan->num_merged; i++) merge_token(plan, i, out);
-        }
-    }
+    Step step = {plan, pool, q, out};
+    share_out(threads, plan->num_tasks, attend_task, &step);
+    share_out(threads, (plan->num_merged + MERGED_AT_ONCE - 1) / MERGED_AT_ONCE, merge_task, &step);
 }

@@ -4,9 +4,11 @@
 #include <stddef.h>
 
 #include "exp.h"
+#include "threads.h"
 
 #define SUMS 4 /* additions in flight */
-#define THREADED_ELEMENTS (1 << 16) /* below, waking threads costs more than they save */
+#define ROWS_AT_ONCE 16
+#define THREADED_ELEMENTS (1 << 15) /* below, waking threads costs more than they save */
 
 /* x, or x + residual, rounded and stored in `sum`. */
 INLINE Floats norm_input(const bf16 *x, const bf16 *residual, bf16 *sum, int64_t at, int64_t count) {
@@ -40,27 +42,86 @@ static void norm_row(const bf16 *x, const bf16 *residual, const bf16 *weight, fl
     }
 }
 
+typedef struct {
+    const bf16 *x, *residual, *weight;
+    int64_t x_row, residual_row, rows, width;
+    float eps;
+    bf16 *sum, *out;
+} Norm;
+
+static void norm_task(const void *argument, int64_t index, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Norm *job = argument;
+    int64_t end = (index + 1) * ROWS_AT_ONCE;
+    for (int64_t r = index * ROWS_AT_ONCE; r < end && r < job->rows; r++) {
+        const bf16 *residual = job->residual ? job->residual + r * job->residual_row : NULL;
+        bf16 *sum = residual ? job->sum + r * job->width : NULL;
+        norm_row(job->x + r * job->x_row, residual, job->weight, job->eps, sum, job->out + r * job->width, job->width);
+    }
+}
+
+static void share_rows(int threads, int64_t rows, int64_t width, TaskFunction *task, const void *job) {
+    share_out(rows * width < THREADED_ELEMENTS ? 1 : threads, (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, task, job);
+}
+
 /* out = x / sqrt(mean(x^2) + eps) * weight over rows of `width`. Where residual is not NULL, sum = x + residual, rounded, takes
  * the place of x. x and residual have dense rows; sum and out are dense. */
 void batchrun_rms_norm(const bf16 *x, int64_t x_row, const bf16 *residual, int64_t residual_row, const bf16 *weight, float eps,
                        bf16 *sum, bf16 *out, int64_t rows, int64_t width, int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * width >= THREADED_ELEMENTS)
-    for (int64_t r = 0; r < rows; r++)
-        if (residual)
-            norm_row(x + r * x_row, residual + r * residual_row, weight, eps, sum + r * width, out + r * width, width);
-        else
-            norm_row(x + r * x_row, NULL, weight, eps, NULL, out + r * width, width);
+    Norm job = {x, residual, weight, x_row, residual_row, rows, width, eps, sum, out};
+    share_rows(threads, rows, width, norm_task, &job);
+}
+
+typedef struct {
+    const bf16 *gate_up;
+    int64_t row, rows, width;
+    bf16 *out;
+} Gate;
+
+static void gate_task(const void *argument, int64_t index, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Gate *job = argument;
+    int64_t end = (index + 1) * ROWS_AT_ONCE;
+    for (int64_t r = index * ROWS_AT_ONCE; r < end && r < job->rows; r++) {
+        const bf16 *gates = job->gate_up + r * job->row, *ups = gates + job->width;
+        for (int64_t d = 0; d < job->width; d += 16) {
+            int64_t left = job->width - d;
+            Floats gate = widen(load_halves(gates + d, left)), up = widen(load_halves(ups + d, left));
+            store_halves(job->out + r * job->width + d, left, narrow(silu_times(gate, up)));
+        }
+    }
 }
 
 /* out = silu(gate) * up of rows [2 * width], gate first; silu is rounded before the product. out is dense. */
 void batchrun_silu_mul(const bf16 *gate_up, int64_t row, bf16 *out, int64_t rows, int64_t width, int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * width >= THREADED_ELEMENTS)
-    for (int64_t r = 0; r < rows; r++) {
-        const bf16 *gates = gate_up + r * row, *ups = gates + width;
-        for (int64_t d = 0; d < width; d += 16) {
-            int64_t left = width - d;
-            Floats gate = widen(load_halves(gates + d, left)), up = widen(load_halves(ups + d, left));
-            store_halves(out + r * width + d, left, narrow(silu_times(gate, up)));
-        }
-    }
+    Gate job = {gate_up, row, rows, width, out};
+    share_rows(threads, rows, width, gate_task, &job);
+}
+
+#define GATHERED_AT_ONCE 64
+
+typedef struct {
+    const char *table;
+    int64_t row, count;
+    const int64_t *which;
+    char *out;
+} Gather;
+
+static void gather_task(const void *argument, int64_t index, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Gather *job = argument;
+    int64_t end = (index + 1) * GATHERED_AT_ONCE;
+    for (int64_t i = index * GATHERED_AT_ONCE; i < end && i < job->count; i++)
+        memcpy(job->out + i * job->row, job->table + job->which[i] * job->row, job->row);
+}
+
+/* out[i] = table[which[i]], dense rows of `row` bytes. Returns -1, or the first i whose place is outside [0, rows), with nothing
+ * written. */
+int64_t batchrun_gather(const char *table, int64_t row, int64_t rows, const int64_t *which, int64_t count, char *out, int32_t threads) {
+    for (int64_t i = 0; i < count; i++)
+        if (which[i] < 0 || which[i] >= rows) return i;
+    Gather job = {table, row, count, which, out};
+    int enough = count * row >= THREADED_ELEMENTS;
+    share_out(enough ? threads : 1, (count + GATHERED_AT_ONCE - 1) / GATHERED_AT_ONCE, gather_task, &job);
+    return -1;
 }

@@ -9,6 +9,7 @@
  */
 
 #include "exp.h"
+#include "threads.h"
 
 #define PANEL 64
 #define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
@@ -82,12 +83,12 @@ TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 static MultiplyTile *const TILES[TILE_ROWS] = {multiply_tile_1, multiply_tile_2, multiply_tile_3,
                                                multiply_tile_4, multiply_tile_5, multiply_tile_6};
 
-/* Rows [low, high) on one panel; `part` of `parts` of the next panel is fetched meanwhile. */
-static void multiply_panel(const Linear *job, int64_t panel, int64_t num_panels, int64_t low, int64_t high, int64_t part,
+/* Rows [low, high) on one panel; `part` of `parts` of another one, or of none (-1), is fetched meanwhile. */
+static void multiply_panel(const Linear *job, int64_t panel, int64_t following, int64_t low, int64_t high, int64_t part,
                            int64_t parts) {
     int64_t size = job->inputs * PANEL, width = job->gated ? PANEL / 2 : PANEL, rows = high - low;
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, lines = size * (int64_t)sizeof(bf16) / LINE, each = 0, first = 0;
-    if (panel + 1 < num_panels) {
+    if (following >= 0) {
         first = lines * part / parts;
         each = (lines / parts + tiles - 1) / tiles;
         if (each > job->inputs / 2) each = job->inputs / 2;
@@ -103,13 +104,33 @@ static void multiply_panel(const Linear *job, int64_t panel, int64_t num_panels,
         int64_t begin = low + rows * i / tiles, end = low + rows * (i + 1) / tiles;
         tile.x = job->x + begin * job->x_row;
         tile.out = job->out + begin * job->outputs + panel * width;
-        tile.ahead = (const char *)(tile.panel + size) + (first + i * each) * LINE;
+        tile.ahead = (const char *)(job->panels + following * size) + (first + i * each) * LINE;
         TILES[end - begin - 1](&tile);
     }
 }
 
-/* Every row of `out` is written. Chunks of rows go over all panels one after the other; where panels are too few to share them
- * evenly between the threads, a chunk is cut into parts. */
+/* Tasks: a chunk of rows after the other; in it a panel after the other; of its rows a part after the other. */
+typedef struct {
+    const Linear *job;
+    int64_t panels, chunks, parts;
+} Cut;
+
+static void linear_task(const void *argument, int64_t index, int64_t next, int thread) {
+    (void)thread;
+    const Cut *cut = argument;
+    const Linear *job = cut->job;
+    int64_t panels = cut->panels, parts = cut->parts, panel = index / parts % panels, part = index % parts, following = -1;
+    if (next >= 0) {
+        following = next / parts % panels;
+        if (following == panel) following += next > index ? 1 : -1;
+        if (following >= panels) following = -1;
+    }
+    int64_t at = index / (panels * parts), begin = job->rows * at / cut->chunks;
+    int64_t size = job->rows * (at + 1) / cut->chunks - begin;
+    multiply_panel(job, panel, following, begin + size * part / parts, begin + size * (part + 1) / parts, part, parts);
+}
+
+/* Every row of `out` is written. Where panels are too few to share them evenly between the threads, a chunk is cut into parts. */
 void batchrun_linear(const Linear *job) {
     int64_t width = job->gated ? PANEL / 2 : PANEL, panels = (job->outputs + width - 1) / width, rows = job->rows;
     if (rows == 0) return;
@@ -118,11 +139,6 @@ void batchrun_linear(const Linear *job) {
     int64_t chunks = (rows + chunk - 1) / chunk, parts = (16 * job->threads + panels - 1) / panels;
     if (parts > rows / chunks / (2 * TILE_ROWS)) parts = rows / chunks / (2 * TILE_ROWS);
     if (parts < 1 || job->threads == 1) parts = 1;
-    int64_t tasks = chunks * panels * parts;
-#pragma omp parallel for num_threads(job->threads) schedule(static) if (job->threads > 1 && tasks > 1)
-    for (int64_t task = 0; task < tasks; task++) {
-        int64_t at = task / (panels * parts), panel = task / parts % panels, part = task % parts;
-        int64_t begin = rows * at / chunks, size = rows * (at + 1) / chunks - begin;
-        multiply_panel(job, panel, panels, begin + size * part / parts, begin + size * (part + 1) / parts, part, parts);
-    }
+    Cut cut = {job, panels, chunks, parts};
+    share_out(job->threads, chunks * panels * parts, linear_task, &cut);
 }

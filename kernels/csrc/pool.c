@@ -4,6 +4,10 @@
 
 #include <string.h>
 
+#include "threads.h"
+
+#define TOKENS_AT_ONCE 16
+
 /* Position of the first slot outside the pool, or -1. */
 static int64_t find_bad_slot(const int64_t *slots, int64_t tokens, int64_t num_pages) {
     for (int64_t t = 0; t < tokens; t++)
@@ -19,6 +23,28 @@ static void store_token(bf16 *head, int64_t slot, int dim, const bf16 *key, cons
     for (int d = 0; d < dim; d += 16) store_half_of_pairs(values + 2 * d, lane & 1, load_halves(value + d, LANES));
 }
 
+typedef struct {
+    bf16 *pool;
+    int64_t pool_head;
+    int kv_heads, dim;
+    const bf16 *k;
+    int64_t k_token, k_head;
+    const bf16 *v;
+    int64_t v_token, v_head;
+    const int64_t *slots;
+    int64_t tokens;
+} Write;
+
+static void write_task(const void *argument, int64_t index, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Write *job = argument;
+    int64_t end = (index + 1) * TOKENS_AT_ONCE;
+    for (int64_t t = index * TOKENS_AT_ONCE; t < end && t < job->tokens; t++)
+        for (int h = 0; h < job->kv_heads; h++)
+            store_token(job->pool + h * job->pool_head, job->slots[t], job->dim, job->k + t * job->k_token + h * job->k_head,
+                        job->v + t * job->v_token + h * job->v_head);
+}
+
 /* Slots of one layer from k, v [tokens, kv_heads, head_dim], whose last dimension is dense. Returns -1, or the position of a slot
  * outside the pool, with nothing written. */
 int64_t batchrun_write_kv(bf16 *pool, int64_t num_pages, int32_t kv_heads, int32_t dim, const bf16 *k, int64_t k_token,
@@ -26,11 +52,8 @@ int64_t batchrun_write_kv(bf16 *pool, int64_t num_pages, int32_t kv_heads, int32
                           int32_t threads) {
     int64_t bad = find_bad_slot(slots, tokens, num_pages);
     if (bad >= 0) return bad;
-#pragma omp parallel for num_threads(threads) schedule(static) if (tokens >= 16)
-    for (int64_t t = 0; t < tokens; t++)
-        for (int h = 0; h < kv_heads; h++)
-            store_token(pool + h * num_pages * 2 * PAGE * dim, slots[t], dim, k + t * k_token + h * k_head,
-                        v + t * v_token + h * v_head);
+    Write job = {pool, num_pages * 2 * PAGE * dim, kv_heads, dim, k, k_token, k_head, v, v_token, v_head, slots, tokens};
+    share_out(threads, (tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE, write_task, &job);
     return -1;
 }
 
@@ -49,6 +72,35 @@ static void turn(const bf16 *x, const bf16 *cosine, const bf16 *sine, int dim, b
     }
 }
 
+typedef struct {
+    bf16 *pool;
+    int64_t pool_head;
+    int heads, kv_heads, dim;
+    const bf16 *qkv;
+    int64_t qkv_token;
+    const bf16 *cosine, *sine;
+    const int64_t *slots;
+    int64_t tokens;
+    bf16 *q;
+} Rotation;
+
+static void rotate_task(const void *argument, int64_t index, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Rotation *job = argument;
+    int dim = job->dim;
+    int64_t end = (index + 1) * TOKENS_AT_ONCE;
+    for (int64_t t = index * TOKENS_AT_ONCE; t < end && t < job->tokens; t++) {
+        const bf16 *cosine = job->cosine + t * dim, *sine = job->sine + t * dim, *from = job->qkv + t * job->qkv_token;
+        bf16 key[MAX_DIM];
+        for (int h = 0; h < job->heads; h++) turn(from + h * dim, cosine, sine, dim, job->q + (t * job->heads + h) * dim);
+        from += job->heads * dim;
+        for (int h = 0; h < job->kv_heads; h++) {
+            turn(from + h * dim, cosine, sine, dim, key);
+            store_token(job->pool + h * job->pool_head, job->slots[t], dim, key, from + (job->kv_heads + h) * dim);
+        }
+    }
+}
+
 /* From qkv [tokens, heads + 2 kv_heads, head_dim], the last two dimensions dense: q turned into `q`, k turned and v into slots of
  * one layer. cosine, sine: [tokens, head_dim]. Returns as batchrun_write_kv. */
 int64_t batchrun_rotate_and_write(bf16 *pool, int64_t num_pages, int32_t heads, int32_t kv_heads, int32_t dim, const bf16 *qkv,
@@ -56,17 +108,8 @@ int64_t batchrun_rotate_and_write(bf16 *pool, int64_t num_pages, int32_t heads, 
                                   bf16 *q, int32_t threads) {
     int64_t bad = find_bad_slot(slots, tokens, num_pages);
     if (bad >= 0) return bad;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens >= 16)
-    for (int64_t t = 0; t < tokens; t++) {
-        const bf16 *cos_row = cosine + t * dim, *sin_row = sine + t * dim, *from = qkv + t * qkv_token;
-        bf16 key[MAX_DIM];
-        for (int h = 0; h < heads; h++) turn(from + h * dim, cos_row, sin_row, dim, q + (t * heads + h) * dim);
-        from += heads * dim;
-        for (int h = 0; h < kv_heads; h++) {
-            turn(from + h * dim, cos_row, sin_row, dim, key);
-            store_token(pool + h * num_pages * 2 * PAGE * dim, slots[t], dim, key, from + (kv_heads + h) * dim);
-        }
-    }
+    Rotation job = {pool, num_pages * 2 * PAGE * dim, heads, kv_heads, dim, qkv, qkv_token, cosine, sine, slots, tokens, q};
+    share_out(threads, (tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE, rotate_task, &job);
     return -1;
 }
 

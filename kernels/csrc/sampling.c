@@ -3,30 +3,42 @@
 #include <math.h>
 
 #include "exp.h"
+#include "threads.h"
 
 #define MOST_BLOCKS 1024
+
+typedef struct {
+    const bf16 *logits;
+    int64_t row, width;
+    int64_t *best;
+    uint8_t *finite;
+} Best;
+
+static void best_task(const void *argument, int64_t r, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Best *job = argument;
+    const bf16 *from = job->logits + r * job->row;
+    Floats most = broadcast(-INFINITY);
+    Ints where = count_from(0);
+    Mask nan = first_lanes(0);
+    for (int64_t at = 0; at < job->width; at += 16) {
+        int64_t left = job->width - at;
+        Floats value = select(first_lanes(left), widen(load_halves(from + at, left)), broadcast(-INFINITY));
+        Mask more = greater(value, most);
+        nan = mask_or(nan, is_nan(value));
+        most = select(more, value, most);
+        where = select_ints(more, count_from((int32_t)at), where);
+    }
+    float largest = largest_of(most);
+    job->best[r] = smallest_of(equal(most, broadcast(largest)), where);
+    job->finite[r] = !any(nan) && largest - largest == 0.0f;
+}
 
 /* best: the largest logit's place, the lowest among equals; any place where the row holds NaN. finite: whether that logit is
  * finite and no other is NaN. logits: rows of `width` < 2^31 numbers, `row` apart. */
 void batchrun_best(const bf16 *logits, int64_t row, int64_t rows, int64_t width, int64_t *best, uint8_t *finite, int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
-    for (int64_t r = 0; r < rows; r++) {
-        const bf16 *from = logits + r * row;
-        Floats most = broadcast(-INFINITY);
-        Ints where = count_from(0);
-        Mask nan = first_lanes(0);
-        for (int64_t at = 0; at < width; at += 16) {
-            int64_t left = width - at;
-            Floats value = select(first_lanes(left), widen(load_halves(from + at, left)), broadcast(-INFINITY));
-            Mask more = greater(value, most);
-            nan = mask_or(nan, is_nan(value));
-            most = select(more, value, most);
-            where = select_ints(more, count_from((int32_t)at), where);
-        }
-        float largest = largest_of(most);
-        best[r] = smallest_of(equal(most, broadcast(largest)), where);
-        finite[r] = !any(nan) && largest - largest == 0.0f;
-    }
+    Best job = {logits, row, width, best, finite};
+    share_out(threads, rows, best_task, &job);
 }
 
 typedef struct {
@@ -64,18 +76,32 @@ static int64_t draw_row(const Settings *settings, const bf16 *logits, int64_t wi
     }
 }
 
+typedef struct {
+    const bf16 *logits;
+    int64_t row, width;
+    const int64_t *which, *best;
+    const float *temperature, *least;
+    const double *uniform;
+    float scale;
+    int64_t *token;
+} Draw;
+
+static void draw_task(const void *argument, int64_t i, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Draw *job = argument;
+    const bf16 *from = job->logits + job->which[i] * job->row;
+    Settings settings = {.largest = broadcast(float_of(from[job->best[i]])),
+                         .temperature = broadcast(job->temperature[i]),
+                         .least = broadcast(job->least[i]),
+                         .scale = broadcast(job->scale)};
+    job->token[i] = draw_row(&settings, from, job->width, job->uniform[i]);
+}
+
 /* token[i]: drawn from row which[i], whose largest logit lies at best[i]: the first place where the running sum of its weights
  * exceeds uniform[i] of their sum. `scale` keeps the sum of a row's weights below 2^53. */
 void batchrun_draw(const bf16 *logits, int64_t row, int64_t width, const int64_t *which, const int64_t *best,
                    const float *temperature, const float *least, const double *uniform, float scale, int64_t count,
                    int64_t *token, int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > 1)
-    for (int64_t i = 0; i < count; i++) {
-        const bf16 *from = logits + which[i] * row;
-        Settings settings = {.largest = broadcast(float_of(from[best[i]])),
-                             .temperature = broadcast(temperature[i]),
-                             .least = broadcast(least[i]),
-                             .scale = broadcast(scale)};
-        token[i] = draw_row(&settings, from, width, uniform[i]);
-    }
+    Draw job = {logits, row, width, which, best, temperature, least, uniform, scale, token};
+    share_out(threads, count, draw_task, &job);
 }
