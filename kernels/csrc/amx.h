@@ -113,9 +113,10 @@ static void amx_dot(int sum, int left, int right) {
 
 #elif defined(__AMX_TILE__) && defined(__AMX_BF16__)
 
-/* gcc's intrinsics do not tell that they read memory: without a barrier, stores before them may be moved behind. */
+/* gcc's intrinsics do not tell what memory they read: stores before a load may be moved behind it, and those of a configuration
+ * dropped but for the first 8 bytes. */
 #define AMX_BARRIER() __asm__ volatile("" ::: "memory")
-#define amx_configure(config) (__extension__({ AMX_BARRIER(); _tile_loadconfig(config); }))
+#define amx_configure(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(config)))
 #define amx_release() _tile_release()
 #define amx_zero(t) _tile_zero(t)
 #define amx_load(t, from, stride) (__extension__({ AMX_BARRIER(); _tile_loadd(t, from, stride); }))
