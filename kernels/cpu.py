@@ -117,11 +117,15 @@ def pack_linear(weight: torch.Tensor) -> "PackedLinear | torch.Tensor":
 
     bfloat16 is packed once into oneDNN's layout (results are the same bits as unpacked; 1.5 times as fast at few rows, 1.1
     times at many, for it saves the reorder in each call). The packed copy replaces the weight: drop the original. Other
-    dtypes, and builds of torch without the packing operations (they are private), get the weight back as it is.
+    dtypes, builds of torch without the packing operations (they are private) and processors for which oneDNN has no bfloat16
+    get the weight back as it is.
     """
     if weight.dtype != torch.bfloat16 or not can_pack():
         return weight
-    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_BATCH)
+    try:
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_BATCH)
+    except RuntimeError:  # oneDNN has no bfloat16 for this processor
+        return weight
     return PackedLinear(blocked, (weight.shape[0], weight.shape[1]))
 
 

@@ -1,4 +1,4 @@
-"""The compiled CPU kernel: whether this machine can have it, its build at first use, and its functions.
+"""The compiled CPU kernel: its build at first use for what this machine's processor can do, and its functions.
 
 The source is built by the system's C compiler in about two seconds and kept in `batchrun/kernels` of the user's cache folder,
 keyed by source, flags, compiler and CPU.
@@ -8,7 +8,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -18,23 +17,11 @@ from pathlib import Path
 import torch
 
 from batchrun.kernels.spec import KVConfig
+from batchrun.kernels.targets import TARGETS, Processor, Target, processor, runnable
 
 SOURCES = Path(__file__).parent / "csrc"
-CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma")
-FLAGS = (
-    "-std=c11",
-    "-O3",
-    "-fPIC",
-    "-pthread",
-    "-fno-math-errno",
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512bf16",
-    "-mfma",
-    "-mprefer-vector-width=512",
-)
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
+"""For any target; each adds its own."""
 AMX_SOURCES = ("amx_permission.c", "amx_tiles.c")
 """The sources compiled with AMX_FLAGS, and only for CPUs that have the instructions: no other may ever meet them."""
 AMX_FLAGS = ("-mamx-tile", "-mamx-bf16")
@@ -52,29 +39,33 @@ class Native:
 
     library: ctypes.CDLL
     path: Path
+    target: Target
     amx: bool = False
     """Whether the CPU has matrix tiles; whether they may be used is for `native_amx.choose` to say."""
 
 
 @functools.cache
-def load() -> Native | NotAvailable:
-    """The library, built if needed; or the reason why there is none."""
+def load(name: str | None = None) -> Native | NotAvailable:
+    """The library, built if needed; or the reason why there is none. `name`: of a target, by itself the best one."""
+    cpu = processor()
     try:
-        cpu, compiler = _cpu_model(), _compiler()
-        return _build_and_open(compiler, cpu, has_amx(cpu_flags()))
+        target = next((found for found in runnable(cpu) if name in (None, found.name)), None)
+        if target is None:
+            raise NotAvailable(f"this processor does not run what is compiled for {name}")
+        return _build_and_open(_compiler(), cpu, target, target is TARGETS[0] and has_amx(cpu.features))
     except NotAvailable as reason:
         return reason
     except (OSError, subprocess.SubprocessError) as error:
         return NotAvailable(f"the build failed: {' '.join(str(error).split())}")
 
 
-def _build_and_open(compiler: str, cpu: str, amx: bool) -> Native:
+def _build_and_open(compiler: str, cpu: Processor, target: Target, amx: bool) -> Native:
     if amx:
         try:
-            return _open(_built(compiler, cpu, AMX_FLAGS), amx=True)
+            return _open(_built(compiler, cpu, target, AMX_FLAGS), target, amx=True)
         except NotAvailable:
             pass  # compilers before gcc 11 and clang 11 do not know the instructions
-    return _open(_built(compiler, cpu), amx)
+    return _open(_built(compiler, cpu, target), target, amx)
 
 
 def has_amx(flags: frozenset[str]) -> bool:
@@ -82,40 +73,9 @@ def has_amx(flags: frozenset[str]) -> bool:
     return {"amx_tile", "amx_bf16"} <= flags
 
 
-def cpu_flags() -> frozenset[str]:
-    """The CPU's features; none where they are unknown."""
-    return frozenset(_cpu_fields().get("flags", "").split())
-
-
-@functools.cache
-def _cpu_fields() -> dict[str, str]:
-    """The first processor's fields in /proc/cpuinfo; none where it cannot be read."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    fields = (line.split(":", 1) for line in text.split("\n\n", 1)[0].splitlines() if ":" in line)
-    return {name.strip(): value.strip() for name, value in fields}
-
-
 def suits(config: KVConfig) -> bool:
     """Whether the kernel computes this dtype and head size."""
     return config.dtype == torch.bfloat16 and config.head_dim % 16 == 0 and config.head_dim <= MAX_HEAD_DIM
-
-
-def _cpu_model() -> str:
-    """The CPU's name and features, if it has what the kernel needs."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise NotAvailable(
-            f"the CPU is {platform.machine()}: only x86-64 with AVX-512 and its bfloat16 instructions is supported"
-        )
-    fields, flags = _cpu_fields(), cpu_flags()
-    if not fields:
-        raise NotAvailable("the CPU's features are unknown: /proc/cpuinfo cannot be read")
-    missing = [flag for flag in CPU_FLAGS if flag not in flags]
-    if missing:
-        raise NotAvailable(f"the CPU lacks {', '.join(missing)}")
-    return " ".join(fields.get(name, "?") for name in ("vendor_id", "cpu family", "model", "model name"))
 
 
 def _compiler() -> str:
@@ -139,29 +99,31 @@ def _cache_folder() -> Path:
     return base / "batchrun" / "kernels"
 
 
-def _built(compiler: str, cpu: str, amx_flags: tuple[str, ...] = ()) -> Path:
+def _built(compiler: str, cpu: Processor, target: Target, amx_flags: tuple[str, ...] = ()) -> Path:
     """The library's file, AMX_SOURCES compiled with `amx_flags`.
 
     Two processes that build at once each rename a complete file into place.
     """
+    flags = (*FLAGS, *target.flags)
     sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
     version = _run([compiler, "--version"])
-    key = hashlib.sha256(b"\0".join([*sources, *(part.encode() for part in (*FLAGS, *amx_flags, version, cpu))])).hexdigest()[:20]
-    target = _cache_folder() / f"attention-{key}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        library, objects = Path(folder) / "attention.so", []
+    settings = (*flags, *amx_flags, version, cpu.machine, cpu.name)
+    key = hashlib.sha256(b"\0".join([*sources, *(part.encode() for part in settings)])).hexdigest()[:20]
+    path = _cache_folder() / f"{target.name}-{key}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        library, objects = Path(folder) / "kernels.so", []
         for source in sorted(SOURCES.glob("*.c")):
             objects.append(str(Path(folder) / f"{source.stem}.o"))
-            _run([compiler, *FLAGS, *(amx_flags if source.name in AMX_SOURCES else ()), "-c", str(source), "-o", objects[-1]])
+            _run([compiler, *flags, *(amx_flags if source.name in AMX_SOURCES else ()), "-c", str(source), "-o", objects[-1]])
         _run([compiler, "-shared", "-pthread", *objects, "-o", str(library), "-lm"])
-        os.replace(library, target)
-    return target
+        os.replace(library, path)
+    return path
 
 
-def _open(path: Path, amx: bool = False) -> Native:
+def _open(path: Path, target: Target, amx: bool = False) -> Native:
     library = ctypes.CDLL(str(path))
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.batchrun_attend.argtypes = [pointer, pointer, pointer, pointer, int32]
@@ -198,4 +160,4 @@ def _open(path: Path, amx: bool = False) -> Native:
         getattr(library, f"batchrun_{name}").restype = None
     for name in ("gather", "write_kv", "rotate_and_write", "move_kv"):
         getattr(library, f"batchrun_{name}").restype = int64
-    return Native(library, path, amx)
+    return Native(library, path, target, amx)

@@ -1,6 +1,6 @@
 """The one door to the operations: everything outside this folder imports these names and knows no layout behind them."""
 
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -67,17 +67,21 @@ Weight: TypeAlias = torch.Tensor | PackedLinear | native_linear.NativeLinear
 GatedWeight: TypeAlias = Weight
 """A gated layer's two weights as `pack_gated_linear` made them, opaque."""
 
-_choice: Literal["auto", "torch", "native"] = "auto"
-"""Tests set it, to have either implementation where both can be had."""
+_choice = "auto"
+"""Tests set it, to have one implementation of several: "torch", "native" or the compiled kernel of a target by its name."""
+
+
+def _load() -> native.Native | native.NotAvailable:
+    return native.load(None if _choice in ("auto", "torch", "native") else _choice)
 
 
 def native_status() -> str:
-    """One line: where the compiled kernel lies, or why there is none. Builds it if need be."""
-    loaded = native.load()
+    """One line: for what processors the kernel is compiled and where it lies, or why there is none. Builds it if need be."""
+    loaded = _load()
     if not isinstance(loaded, native.Native):
         return f"torch operations: {loaded}"
     remark = native_amx.choose(loaded).remark
-    return f"compiled: {loaded.path}{remark and ', '}{remark}"
+    return f"compiled for {loaded.target.title}: {loaded.path}{remark and ', '}{remark}"
 
 
 def page_size(device: str) -> int:
@@ -104,10 +108,10 @@ def allocate_kv(config: KVConfig, num_pages: int) -> KVCache:
     if num_pages < 1:
         raise ValueError(f"num_pages is {num_pages}: it must be at least 1")
     if _choice != "torch" and native.suits(config):
-        loaded = native.load()
+        loaded = _load()
         if isinstance(loaded, native.Native):
             return native_pool.NativeKVCache(config, num_pages, loaded, native_amx.choose(loaded).rows)
-    assert _choice != "native", f"no compiled kernel for {config}: {native_status()}"
+    assert _choice in ("auto", "torch"), f"no compiled kernel for {config}: {native_status()}"
     return cpu.KVCache(config, num_pages)
 
 
@@ -205,10 +209,10 @@ def _kernel_for(*tensors: torch.Tensor) -> native.Native | None:
     """The compiled kernel if it computes these tensors, without which torch does. Batches of any size are treated alike."""
     if _choice == "torch" or not native_elementwise.suits(*tensors):
         return None
-    loaded = native.load()
+    loaded = _load()
     if isinstance(loaded, native.Native):
         return loaded
-    assert _choice != "native", f"no compiled kernel: {loaded}"
+    assert _choice == "auto", f"no compiled kernel: {loaded}"
     return None
 
 

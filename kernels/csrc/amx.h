@@ -8,7 +8,6 @@
 #ifndef BATCHRUN_AMX_H
 #define BATCHRUN_AMX_H
 
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -112,6 +111,8 @@ static void amx_dot(int sum, int left, int right) {
 }
 
 #elif defined(__AMX_TILE__) && defined(__AMX_BF16__)
+
+#include <immintrin.h>
 
 /* gcc's intrinsics do not tell what memory they read: stores before a load may be moved behind it, and those of a configuration
  * dropped but for the first 8 bytes. */

@@ -1,4 +1,4 @@
-/* Attention over pages of keys in bfloat16, for CPUs with AVX-512 and its bfloat16 dot product.
+/* Attention over pages of keys in bfloat16.
  *
  * The pool's layout is in pool.h.
  *
@@ -59,7 +59,6 @@ INLINE Floats one_if_zero(Floats x) {
     return select(equal(x, zero()), broadcast(1.0f), x);
 }
 
-static const bf16 ONES[2] = {0x3f80, 0x3f80};
 static const bf16 ZERO_VALUES[2 * MAX_DIM] __attribute__((aligned(64)));
 
 #define MOST_ROWS (AMX_ROWS > TILE_ROWS ? AMX_ROWS : TILE_ROWS)
@@ -201,7 +200,6 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
 
     /* The total is of the weights as rounded for the second product, so that the result is a true mean of values. */
     uint32_t weights[MOST_ROWS * BLOCK_PAIRS] __attribute__((aligned(64)));
-    const Pairs ones = broadcast_pair(ONES);
     for (int r = 0; r < rows; r++) {
         Floats subtract = broadcast(top[r]), total = zero(), c = broadcast(scale);
         float *row = scores + r * BLOCK_KEYS;
@@ -209,9 +207,7 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
         for (int i = 0; i < num_pages; i += 2) {
             Floats a = exp2_nonpositive(multiply_subtract(load_floats(row + i * PAGE), c, subtract));
             Floats b = exp2_nonpositive(multiply_subtract(load_floats(row + (i + 1) * PAGE), c, subtract));
-            Pairs both = narrow_to_pairs(a, b);
-            total = dot(total, both, ones);
-            store_pairs(weights + r * BLOCK_PAIRS + i * PAIRS, both);
+            total = add_and_store_pairs(total, weights + r * BLOCK_PAIRS + i * PAIRS, a, b);
         }
         tile->total[r] = tile->total[r] * shrink[r] + sum_of(total);
     }

@@ -12,8 +12,8 @@
 #include "threads.h"
 
 #define PANEL 64
-#define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
 #define VECTORS 4
+#define COLUMNS(R) (TILE_VECTORS == 4 || R == 1 ? 4 : R == 2 ? 2 : TILE_VECTORS)
 #define CHUNK_BYTES (1 << 18) /* of x: with a panel, within the second-level cache */
 #define LINE 64
 
@@ -47,26 +47,35 @@ INLINE void store_gated(const Tile *tile, int r, const Floats *sum) {
     }
 }
 
-INLINE void multiply_tile(const int R, const Tile *tile) {
-    Floats sum[TILE_ROWS][VECTORS];
-    UNROLL
-    for (int r = 0; r < R; r++)
-    UNROLL
-        for (int c = 0; c < VECTORS; c++) sum[r][c] = zero();
-    const bf16 *x = tile->x, *panel = tile->panel;
+/* R rows, C registers of outputs at a time: as many sums as the processor has registers for. */
+INLINE void multiply_tile(const int R, const int C, const Tile *tile) {
+    Floats sum[MOST_TILE_ROWS][VECTORS];
+    const bf16 *x = tile->x;
     int64_t x_row = tile->x_row;
     int lines = tile->lines;
-    for (int k = 0; k < tile->pairs; k++) {
-        Pairs weight[VECTORS];
+    for (int first = 0; first < VECTORS; first += C, lines = 0) {
+        const bf16 *panel = tile->panel + first * 32;
+        Floats part[MOST_TILE_ROWS][VECTORS];
     UNROLL
-        for (int c = 0; c < VECTORS; c++) weight[c] = load_pairs(panel + (k * VECTORS + c) * 32);
-        if (k < lines) prefetch(tile->ahead + (int64_t)k * LINE);
+        for (int r = 0; r < R; r++)
     UNROLL
-        for (int r = 0; r < R; r++) {
-            Pairs input = broadcast_pair(x + r * x_row + 2 * k);
+            for (int c = 0; c < C; c++) part[r][c] = zero();
+        for (int k = 0; k < tile->pairs; k++) {
+            Pairs weight[VECTORS];
     UNROLL
-            for (int c = 0; c < VECTORS; c++) sum[r][c] = dot(sum[r][c], weight[c], input);
+            for (int c = 0; c < C; c++) weight[c] = load_pairs(panel + (k * VECTORS + c) * 32);
+            if (k < lines) prefetch(tile->ahead + (int64_t)k * LINE);
+    UNROLL
+            for (int r = 0; r < R; r++) {
+                Pairs input = broadcast_pair(x + r * x_row + 2 * k);
+    UNROLL
+                for (int c = 0; c < C; c++) part[r][c] = dot(part[r][c], weight[c], input);
+            }
         }
+    UNROLL
+        for (int r = 0; r < R; r++)
+    UNROLL
+            for (int c = 0; c < C; c++) sum[r][first + c] = part[r][c];
     }
     UNROLL
     for (int r = 0; r < R; r++)
@@ -78,9 +87,9 @@ INLINE void multiply_tile(const int R, const Tile *tile) {
 
 typedef void MultiplyTile(const Tile *);
 #define TILE(R) \
-    static void multiply_tile_##R(const Tile *tile) { multiply_tile(R, tile); }
+    static void multiply_tile_##R(const Tile *tile) { multiply_tile(R, COLUMNS(R), tile); }
 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
-static MultiplyTile *const TILES[TILE_ROWS] = {multiply_tile_1, multiply_tile_2, multiply_tile_3,
+static MultiplyTile *const TILES[MOST_TILE_ROWS] = {multiply_tile_1, multiply_tile_2, multiply_tile_3,
                                                multiply_tile_4, multiply_tile_5, multiply_tile_6};
 
 /* Rows [low, high) on one panel; `part` of `parts` of another one, or of none (-1), is fetched meanwhile. */

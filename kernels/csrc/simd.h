@@ -17,10 +17,15 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8") /* or arrays of registers stay in memory */
 #define LANES 16
+#define MOST_TILE_ROWS 6 /* that a backend may ask for by TILE_ROWS, with 1 or 4 registers of 16 numbers: TILE_VECTORS */
 
 typedef uint16_t bf16;
 
+#ifdef __AVX512BF16__
 #include "simd_avx512_bf16.h"
+#else
+#include "simd_vectors.h"
+#endif
 
 /* To the nearest bfloat16, as a store and a load would: for the points where a sequence of torch operations rounds. */
 INLINE Floats rounded(Floats x) {

@@ -2,6 +2,9 @@
 
 #include <immintrin.h>
 
+#define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
+#define TILE_VECTORS 4
+
 typedef __m512 Floats;
 typedef __m256i Halves;
 typedef __m512i Pairs, Ints;
@@ -110,11 +113,17 @@ INLINE Floats round_to_even(Floats x) {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+/* The nearest whole number of one below 2^22; it may be anything of others. */
+INLINE Floats round_small(Floats x) {
+    return round_to_even(x);
+}
+
+/* Of numbers that an int32 holds; it may be anything of others. */
 INLINE Floats round_down(Floats x) {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 
-/* x * 2^floor(n); of an infinite n 0 or infinite even where x is NaN. */
+/* x * 2^floor(n); 0 or infinite where that leaves float32, whatever x is. */
 INLINE Floats times_power_of_two(Floats x, Floats n) {
     return _mm512_scalef_ps(x, n);
 }
@@ -158,10 +167,6 @@ INLINE Pairs load_pairs(const void *from) {
     return _mm512_loadu_si512(from);
 }
 
-INLINE void store_pairs(void *to, Pairs x) {
-    _mm512_storeu_si512(to, x);
-}
-
 /* A pair in every lane. */
 INLINE Pairs broadcast_pair(const void *pair) {
     int32_t bits;
@@ -169,14 +174,16 @@ INLINE Pairs broadcast_pair(const void *pair) {
     return _mm512_set1_epi32(bits);
 }
 
-/* Neighbours become pairs: first those of a, then those of b. */
-INLINE Pairs narrow_to_pairs(Floats a, Floats b) {
-    return (Pairs)_mm512_cvtne2ps_pbh(b, a);
-}
-
 /* Per lane, sum + a0 b0 + a1 b1 of its pairs. */
 INLINE Floats dot(Floats sum, Pairs a, Pairs b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+/* Stores a, then b, of which neighbours become pairs; returns the sum with both as stored added to it. */
+INLINE Floats add_and_store_pairs(Floats sum, void *to, Floats a, Floats b) {
+    Pairs all = (Pairs)_mm512_cvtne2ps_pbh(b, a);
+    _mm512_storeu_si512(to, all);
+    return dot(sum, all, _mm512_set1_epi32(0x3f803f80));
 }
 
 /* first, first + 1, ... */

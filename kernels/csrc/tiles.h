@@ -5,14 +5,12 @@
 
 #include "block.h"
 
-#define TILE_ROWS 6 /* 6 rows by 4 registers: 24 sums, 4 operands and a broadcast fill the 32 registers */
-#define TILE_VECTORS 4
 
 /* scores[row][16 * page + lane] of R rows and C pages. With A, the lines of the pages `ahead` are fetched meanwhile, each when the
  * one that lies at its place in a page is read. */
 INLINE void score_tile(const int R, const int C, const int A, const bf16 *const *queries, const bf16 *const *keys,
                        const bf16 *const *ahead, int dim, float *scores) {
-    Floats sum[TILE_ROWS][TILE_VECTORS];
+    Floats sum[MOST_TILE_ROWS][TILE_VECTORS];
     UNROLL
     for (int r = 0; r < R; r++)
     UNROLL
@@ -39,7 +37,7 @@ INLINE void score_tile(const int R, const int C, const int A, const bf16 *const 
 /* out[row][16 * c ...] = scale[row] * out + sum over pairs of weights times values, of R rows and C registers of dims. */
 INLINE void value_tile(const int R, const int C, const int A, const uint32_t *weights, const bf16 *const *values,
                        const bf16 *const *ahead, int num_pairs, int first, int dim, const float *scale, float *out) {
-    Floats sum[TILE_ROWS][TILE_VECTORS];
+    Floats sum[MOST_TILE_ROWS][TILE_VECTORS];
     UNROLL
     for (int r = 0; r < R; r++)
     UNROLL
@@ -78,12 +76,17 @@ typedef void ValueTile(const uint32_t *, const bf16 *const *, const bf16 *const 
                                            const float *scale, float *out) {                                   \
         value_tile(R, C, A, weights, values, ahead, num_pairs, first, dim, scale, out + first);                \
     }
+#if TILE_VECTORS == 4
 #define TILES(R) TILE(R, 1, 0) TILE(R, 2, 0) TILE(R, 3, 0) TILE(R, 4, 0) TILE(R, 1, 1) TILE(R, 2, 1) TILE(R, 3, 1) TILE(R, 4, 1)
-TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
 #define NAMES(KIND, R, A) {KIND##_tile_##R##_1_##A, KIND##_tile_##R##_2_##A, KIND##_tile_##R##_3_##A, KIND##_tile_##R##_4_##A}
+#else
+#define TILES(R) TILE(R, 1, 0) TILE(R, 1, 1)
+#define NAMES(KIND, R, A) {KIND##_tile_##R##_1_##A}
+#endif
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
 #define HALF(KIND, A)                                                                                                         \
     {NAMES(KIND, 1, A), NAMES(KIND, 2, A), NAMES(KIND, 3, A), NAMES(KIND, 4, A), NAMES(KIND, 5, A), NAMES(KIND, 6, A)}
-static ScoreTile *const SCORE_TILES[2][TILE_ROWS][TILE_VECTORS] = {HALF(score, 0), HALF(score, 1)};
-static ValueTile *const VALUE_TILES[2][TILE_ROWS][TILE_VECTORS] = {HALF(value, 0), HALF(value, 1)};
+static ScoreTile *const SCORE_TILES[2][MOST_TILE_ROWS][TILE_VECTORS] = {HALF(score, 0), HALF(score, 1)};
+static ValueTile *const VALUE_TILES[2][MOST_TILE_ROWS][TILE_VECTORS] = {HALF(value, 0), HALF(value, 1)};
 
 #endif

@@ -16,11 +16,13 @@ import torch
 
 from batchrun.kernels import cpu, native, native_amx, native_linear, native_plan, native_pool, ops, reference
 from batchrun.kernels.ops import AttentionItem, KVConfig
+from batchrun.kernels.targets import TARGETS, processor
 
 PAGE = ops.page_size("cpu")
 EMULATE = ("-DBATCHRUN_EMULATE_AMX",)
-LOADED = native.load()
-needs_kernel = pytest.mark.skipif(not isinstance(LOADED, native.Native), reason=str(LOADED))
+needs_kernel = pytest.mark.skipif(
+    not processor().runs(TARGETS[0]) or shutil.which("cc") is None, reason="no processor or compiler"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,7 @@ def build(folder: Path, amx_flags: tuple[str, ...] = EMULATE) -> native.Native:
     """The library as a CPU with tiles would have it, kept in `folder`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        return native._open(native._built(native._compiler(), native._cpu_model(), amx_flags), amx=True)
+        return native._open(native._built(native._compiler(), processor(), TARGETS[0], amx_flags), TARGETS[0], amx=True)
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +197,8 @@ class TestChoice:
     @needs_kernel
     def test_tiles_that_are_right_are_used(self, emulated: native.Native, monkeypatch: pytest.MonkeyPatch) -> None:
         assert native_amx.choose(emulated) == (native_amx.LEAST_ROWS, "with AMX", True)
-        monkeypatch.setattr(native, "load", lambda: emulated)
-        assert ops.native_status() == f"compiled: {emulated.path}, with AMX"
+        monkeypatch.setattr(native, "load", lambda _: emulated)
+        assert ops.native_status() == f"compiled for AVX-512 with bfloat16: {emulated.path}, with AMX"
         kv = ops.allocate_kv(KVConfig(1, 6, 2, 64, torch.bfloat16), 4)
         assert isinstance(kv, native_pool.NativeKVCache)
         plan = ops.build_plan(kv, [AttentionItem(0, 1, [(0, 16)], 1, True)], 1)
@@ -223,8 +225,11 @@ class TestChoice:
         monkeypatch.setattr(native, "SOURCES", sources)
         monkeypatch.setattr(native, "FLAGS", ("-O1", *(flag for flag in native.FLAGS if flag != "-O3")))  # to build faster
         broken = build(tmp_path)
-        monkeypatch.setattr(native, "load", lambda: broken)
-        assert ops.native_status() == f"compiled: {broken.path}, without AMX: it failed a comparison with AVX-512"
+        monkeypatch.setattr(native, "load", lambda _: broken)
+        assert (
+            ops.native_status()
+            == f"compiled for AVX-512 with bfloat16: {broken.path}, without AMX: it failed a comparison with AVX-512"
+        )
         kv = ops.allocate_kv(KVConfig(1, 6, 2, 64, torch.bfloat16), 4)
         assert isinstance(kv, native_pool.NativeKVCache)
         assert kv.amx_rows == 0
@@ -241,7 +246,7 @@ class TestChoice:
             assert choice.remark == "with AMX"
         else:
             assert choice.remark.startswith("without AMX: the system refused it (error ")
-            assert not native.has_amx(native.cpu_flags())
+            assert not native.has_amx(processor().features)
 
     @needs_kernel
     def test_a_cpu_without_tiles_gets_no_remark(self, emulated: native.Native) -> None:
@@ -250,7 +255,7 @@ class TestChoice:
     @needs_kernel
     def test_tiles_that_the_system_refuses_are_named(self, emulated: native.Native) -> None:
         library = SimpleNamespace(batchrun_allow_amx=lambda: 22)
-        other = native.Native(library, emulated.path, amx=True)  # type: ignore[arg-type]  # nothing else of it is called
+        other = native.Native(library, emulated.path, TARGETS[0], amx=True)  # type: ignore[arg-type]
         assert native_amx.choose.__wrapped__(other) == (0, "without AMX: the system refused it (error 22)", False)
 
     @needs_kernel
@@ -259,7 +264,7 @@ class TestChoice:
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(native, "AMX_FLAGS", ("-mno-such-instructions",))
-        built = native._build_and_open(native._compiler(), native._cpu_model(), amx=True)
+        built = native._build_and_open(native._compiler(), processor(), TARGETS[0], amx=True)
         assert built.amx
         assert built.library.batchrun_allow_amx() == -1
         assert native_amx.choose(built) == (0, "without AMX: the compiler does not know it", True)
@@ -269,7 +274,18 @@ class TestChoice:
 @pytest.mark.parametrize("source", native.AMX_SOURCES)
 @pytest.mark.parametrize("flags", [native.AMX_FLAGS, EMULATE], ids=["instructions", "emulated"])
 def test_the_sources_compile_without_a_warning(source: str, flags: tuple[str, ...], tmp_path: Path) -> None:
-    command = ["cc", *native.FLAGS, *flags, "-Wall", "-Wextra", "-c", str(native.SOURCES / source), "-o", str(tmp_path / "out.o")]
+    command = [
+        "cc",
+        *native.FLAGS,
+        *TARGETS[0].flags,
+        *flags,
+        "-Wall",
+        "-Wextra",
+        "-c",
+        str(native.SOURCES / source),
+        "-o",
+        str(tmp_path / "out.o"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -297,7 +313,7 @@ def test_weights_are_packed_for_whoever_computes(
     if not cpu.can_pack():
         pytest.skip("this torch has no packing operations")
     library = dataclasses.replace(emulated, amx=amx)
-    monkeypatch.setattr(native, "load", lambda: library)
+    monkeypatch.setattr(native, "load", lambda _: library)
     generator = torch.Generator().manual_seed(0)
     weight, gate_up, x = (torch.randn(n, 64, generator=generator).bfloat16() for n in (96, 160, 30))
     plain, gated = ops.pack_linear(weight), ops.pack_gated_linear(gate_up)

@@ -13,6 +13,7 @@ import torch
 
 from batchrun.kernels import cpu_plan, ops, reference
 from batchrun.kernels.ops import AttentionItem, KVConfig
+from batchrun.kernels.targets import processor, runnable
 
 HEADS = ((9, 3), (4, 1), (6, 1), (8, 8), (14, 2), (24, 1), (32, 8))
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -31,13 +32,14 @@ class Way(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}-{self.choice}"
 
 
-WAYS = [Way(dtype, "torch") for dtype in TOLERANCE] + [Way(torch.bfloat16, "native")]
+WAYS = [Way(dtype, "torch") for dtype in TOLERANCE]
+WAYS += [Way(torch.bfloat16, target.name) for target in runnable(processor())]
 
 
 def choose(way: Way, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    if way.choice == "native" and not ops.native_status().startswith("compiled"):
-        pytest.skip(ops.native_status())
     monkeypatch.setattr(ops, "_choice", way.choice)
+    if way.choice != "torch" and not ops.native_status().startswith("compiled"):
+        pytest.skip(ops.native_status())
     return way.dtype
 
 
@@ -335,6 +337,7 @@ import torch
 torch.set_num_threads(1)
 from batchrun.kernels import ops
 from batchrun.kernels.ops import AttentionItem, KVConfig
+from batchrun.kernels.targets import processor, runnable
 torch.manual_seed(0)
 kv = ops.allocate_kv(KVConfig(1, 9, 3, 64, torch.bfloat16), 64)
 ops.write_kv(kv, 0, torch.randn(1024, 3, 64).bfloat16(), torch.randn(1024, 3, 64).bfloat16(), torch.arange(1024))

@@ -1,10 +1,16 @@
 """Norms, rotary embedding, gates and linear layers against the reference and against transformers' Llama modules."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional
 
 from batchrun.kernels import cpu, ops, reference
+from batchrun.kernels.targets import processor, runnable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (1, 15, 17, 111)
@@ -27,13 +33,13 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     torch.testing.assert_close(out.float(), expected, atol=atol, rtol=rtol)
 
 
-WAYS = [*((dtype, "torch") for dtype in DTYPES), (torch.bfloat16, "native")]
+WAYS = [(dtype, "torch") for dtype in DTYPES] + [(torch.bfloat16, target.name) for target in runnable(processor())]
 
 
 def choose(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if choice == "native" and not ops.native_status().startswith("compiled"):
-        pytest.skip(ops.native_status())
     monkeypatch.setattr(ops, "_choice", choice)
+    if choice != "torch" and not ops.native_status().startswith("compiled"):
+        pytest.skip(ops.native_status())
 
 
 @pytest.mark.parametrize(("dtype", "choice"), WAYS)
@@ -138,3 +144,22 @@ def test_without_the_kernel_only_bfloat16_is_packed_and_only_where_torch_can(mon
 def test_this_torch_has_the_packing_operations() -> None:
     """They are private: a torch that drops them would silently run slower."""
     assert cpu.can_pack()
+
+
+PACK = """
+import torch
+from batchrun.kernels import ops
+ops._choice = "torch"
+weight, x = torch.randn(8, 16).bfloat16(), torch.randn(3, 16).bfloat16()
+packed = ops.pack_linear(weight)
+assert packed is weight, "this processor is not restricted"
+torch.testing.assert_close(ops.linear(x, packed).float(), x.float() @ weight.float().T, atol=2e-2, rtol=1e-2)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the setting is of x86-64")
+def test_where_onednn_has_no_bfloat16_the_weight_stays_as_it_is() -> None:
+    # As on processors without AVX-512, where torch's packing raises.
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", PACK], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr

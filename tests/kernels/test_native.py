@@ -10,12 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchrun.kernels import native, native_plan, native_pool, ops, reference
+from batchrun.kernels import native, native_plan, native_pool, ops, reference, targets
 from batchrun.kernels.ops import AttentionItem, KVConfig
+from batchrun.kernels.targets import TARGETS, Processor, Target, processor, runnable
 
 PAGE = ops.page_size("cpu")
 LOADED = native.load()
 needs_kernel = pytest.mark.skipif(not isinstance(LOADED, native.Native), reason=str(LOADED))
+
+
+RUNNABLE = runnable(processor())
+each_target = pytest.mark.parametrize("target", RUNNABLE, ids=lambda target: target.name, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target | None:
+    """What `ops` is made to compute with, in tests of each target."""
+    found: Target | None = getattr(request, "param", None)
+    if found:
+        monkeypatch.setattr(ops, "_choice", found.name)
+        if not ops.native_status().startswith("compiled"):
+            pytest.skip(ops.native_status())
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +73,7 @@ def changed(kv: native_pool.NativeKVCache, before: torch.Tensor) -> dict[tuple[i
     return {(layer, page): int(counts[layer, page]) for layer, page in counts.nonzero().tolist()}
 
 
-@needs_kernel
+@each_target
 @pytest.mark.parametrize("threads", [1, 2])
 def test_write_changes_its_slots_of_its_layer_and_nothing_else(threads: int) -> None:
     torch.set_num_threads(threads)
@@ -77,7 +93,7 @@ def test_write_changes_its_slots_of_its_layer_and_nothing_else(threads: int) -> 
     assert changed(kv, before) == {(1, 0): token, (1, 1): 15 * token, (1, 2): 16 * token, (1, 3): token, (1, 7): token}
 
 
-@needs_kernel
+@each_target
 def test_copy_moves_all_layers_and_reads_before_it_writes() -> None:
     kv = make_pool()
     before = kv.data.clone()
@@ -95,7 +111,7 @@ def test_copy_moves_all_layers_and_reads_before_it_writes() -> None:
     torch.testing.assert_close(moved, origin, rtol=0.01, atol=0.01)  # keys moved along with values
 
 
-@needs_kernel
+@each_target
 @pytest.mark.parametrize("slot", [-1, 4 * PAGE])
 def test_slots_outside_the_pool_are_refused_and_nothing_is_written(slot: int) -> None:
     kv = make_pool()
@@ -130,7 +146,7 @@ def long_step() -> tuple[list[AttentionItem], int, int]:
     return items, token, slot + many + 33
 
 
-@needs_kernel
+@each_target
 @pytest.mark.parametrize(("heads", "dim"), [((9, 3), 64), ((4, 4), 48), ((14, 2), 80), ((24, 1), 16)])
 def test_keys_of_many_tasks_match_the_reference_on_any_number_of_threads(heads: tuple[int, int], dim: int) -> None:
     items, tokens, slots = long_step()
@@ -165,7 +181,7 @@ def _check_tokens(
         torch.testing.assert_close(out[token : token + 1].float(), expected, atol=8e-3, rtol=1.6e-2)
 
 
-@needs_kernel
+@each_target
 def test_a_partial_result_alone_gives_the_same_bits_as_the_direct_way() -> None:
     kv = make_pool((9, 3), 64, 40, layers=1)
     slots = torch.arange(40 * PAGE)
@@ -179,7 +195,7 @@ def test_a_partial_result_alone_gives_the_same_bits_as_the_direct_way() -> None:
     assert torch.equal(ops.attend(kv, 0, q, direct), ops.attend(kv, 0, q, merged))
 
 
-@needs_kernel
+@each_target
 def test_values_that_are_all_equal_come_out_exactly() -> None:
     """The weights add up to the same total that they are divided by."""
     kv = make_pool((9, 3), 64, 40, layers=1)
@@ -205,22 +221,70 @@ def test_other_dtypes_and_head_sizes_are_left_to_torch(dtype: torch.dtype, dim: 
     assert not isinstance(ops.allocate_kv(KVConfig(1, 4, 1, dim, dtype), 1), native_pool.NativeKVCache)
 
 
-def test_the_sources_build_wherever_the_processor_and_a_compiler_suit() -> None:
+@pytest.mark.parametrize("target", RUNNABLE, ids=lambda target: target.name)
+def test_the_sources_build_for_each_target_wherever_there_is_a_compiler(target: Target) -> None:
     # Every other test of the kernel is left out when there is none: a source that does not compile must not look like that.
     try:
-        native._cpu_model()
         native._compiler()
     except native.NotAvailable as reason:
         pytest.skip(str(reason))
-    assert isinstance(LOADED, native.Native), str(LOADED)
+    loaded = native.load(target.name)
+    assert isinstance(loaded, native.Native), str(loaded)
+    assert loaded.target is target
+    assert loaded.path.name.startswith(f"{target.name}-")
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("cc") is None, reason="no x86-64 compiler named cc")
+COMPILERS = {
+    "cc": (platform.machine(), "cc"),
+    "clang": (platform.machine(), "clang"),
+    "aarch64": ("aarch64", "aarch64-linux-gnu-gcc"),
+}
+"""By name: (machine it compiles for, command)."""
+BUILDS = [
+    pytest.param(command, target, id=f"{name}-{target.name}")
+    for name, (machine, command) in COMPILERS.items()
+    for target in TARGETS
+    if machine in target.machines or not target.machines
+]
+
+
+@pytest.mark.parametrize(("command", "found"), BUILDS)
 @pytest.mark.parametrize("source", sorted(native.SOURCES.glob("*.c")), ids=lambda path: path.name)
-def test_a_source_compiles_without_a_warning_whatever_the_processor(source: Path, tmp_path: Path) -> None:
-    command = ["cc", *native.FLAGS, "-Wall", "-Wextra", "-c", str(source), "-o", str(tmp_path / "out.o")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_source_compiles_without_a_warning_whatever_the_processor(
+    source: Path, command: str, found: Target, tmp_path: Path
+) -> None:
+    if shutil.which(command) is None:
+        pytest.skip(f"no compiler named {command}")
+    line = [command, *native.FLAGS, *found.flags, "-Wall", "-Wextra", "-c", str(source), "-o", str(tmp_path / "out.o")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+X86_BF16 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx2", "fma", "sse2"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "names"),
+    [
+        ("x86_64", X86_BF16, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        ("x86_64", X86_BF16 - {"avx512_bf16"}, ["avx512", "avx2", "portable"]),
+        ("AMD64", X86_BF16 - {"avx512vl"}, ["avx2", "portable"]),
+        ("x86_64", {"avx2", "sse2"}, ["portable"]),
+        ("x86_64", set(), ["portable"]),
+        ("aarch64", {"asimd", "bf16"}, ["neon", "portable"]),
+        ("arm64", set(), ["neon", "portable"]),
+        ("riscv64", set(), ["portable"]),
+    ],
+)
+def test_targets_are_chosen_by_machine_and_features(machine: str, features: set[str], names: list[str]) -> None:
+    assert [target.name for target in runnable(Processor(machine, "", frozenset(features)))] == names
+
+
+def test_a_processor_of_which_nothing_can_be_read_runs_what_any_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(targets, "CPU_INFO", tmp_path / "absent")
+    found = processor.__wrapped__()
+    assert found == Processor(platform.machine(), "?", frozenset())
+    assert runnable(found)[-1].name == "portable"
 
 
 @pytest.mark.usefixtures("without_library")
@@ -229,18 +293,23 @@ class TestBuild:
 
     def suited(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(native, "_cpu_model", lambda: "any")
 
     def status_without_kernel(self) -> str:
         kv = ops.allocate_kv(KVConfig(1, 4, 1, 64, torch.bfloat16), 1)
         assert not isinstance(kv, native_pool.NativeKVCache)
         return ops.native_status()
 
-    def test_cpu_without_the_instructions_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native, "CPU_FLAGS", ("fpu", "no_such_flag"))
-        status = self.status_without_kernel()
-        assert status.startswith("torch operations: the CPU")
-        assert "\n" not in status
+    def test_a_target_that_the_processor_does_not_run_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "processor", lambda: Processor("x86_64", "", frozenset({"avx2", "fma"})))
+        assert str(native.load("avx512")) == "this processor does not run what is compiled for avx512"
+
+    @needs_kernel
+    def test_the_status_names_the_best_target_of_the_processor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for target in RUNNABLE:
+            monkeypatch.setattr(native, "runnable", lambda _, target=target: [target, RUNNABLE[-1]])
+            native.load.cache_clear()
+            path = native.load().path  # type: ignore[union-attr]
+            assert ops.native_status() == f"compiled for {target.title}: {path}"
 
     def test_missing_compiler_is_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.suited(monkeypatch, tmp_path)

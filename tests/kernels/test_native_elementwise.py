@@ -8,6 +8,7 @@ import torch
 
 from batchrun.kernels import cpu, native, native_pool, ops
 from batchrun.kernels.ops import KVConfig
+from batchrun.kernels.targets import processor, runnable
 
 LOADED = native.load()
 pytestmark = pytest.mark.skipif(not isinstance(LOADED, native.Native), reason=str(LOADED))
@@ -20,9 +21,9 @@ EPS = 1e-5
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def native_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ops, "_choice", "native")
+@pytest.fixture(params=[target.name for target in runnable(processor())], autouse=True)
+def native_on_one_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ops, "_choice", request.param)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

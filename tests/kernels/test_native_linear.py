@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from batchrun.kernels import native, native_linear, ops
+from batchrun.kernels.targets import processor, runnable
 
 LOADED = native.load()
 pytestmark = pytest.mark.skipif(not isinstance(LOADED, native.Native), reason=str(LOADED))
@@ -16,12 +17,17 @@ ROWS = (1, 5, 6, 7, 23, 64, 300)
 """Less than a tile, one, several, and more than a chunk of rows."""
 
 
-@pytest.fixture(params=[1, 2, 3], autouse=True)
+WAYS = [("native", 1), ("native", 3), *((target.name, 2) for target in runnable(processor()))]
+"""(kernel, threads)"""
+
+
+@pytest.fixture(params=WAYS, ids=str, autouse=True)
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(ops, "_choice", "native")
+    choice, count = request.param
+    monkeypatch.setattr(ops, "_choice", choice)
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield int(request.param)
+    torch.set_num_threads(count)
+    yield count
     torch.set_num_threads(before)
 
 
