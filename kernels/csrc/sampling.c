@@ -57,7 +57,7 @@ static int64_t draw_row(const Settings *settings, const bf16 *logits, int64_t wi
     double sums[MOST_BLOCKS], total = 0.0;
     int64_t block = (width + 64 * MOST_BLOCKS - 1) / (64 * MOST_BLOCKS) * 64, blocks = (width + block - 1) / block;
     for (int64_t b = 0; b < blocks; b++) {
-        Doubles sum = no_doubles();
+        Doubles sum = {0};
         int64_t end = (b + 1) * block < width ? (b + 1) * block : width;
         for (int64_t at = b * block; at < end; at += 16) sum = add_to_doubles(sum, weight_of(settings, logits + at, end - at));
         sums[b] = sum_of_doubles(sum);

@@ -27,6 +27,14 @@ typedef uint16_t bf16;
 #include "simd_vectors.h"
 #endif
 
+INLINE Floats zero(void) {
+    return broadcast(0.0f);
+}
+
+INLINE Mask is_nan(Floats x) {
+    return differs(x, x);
+}
+
 /* To the nearest bfloat16, as a store and a load would: for the points where a sequence of torch operations rounds. */
 INLINE Floats rounded(Floats x) {
     return widen(narrow(x));

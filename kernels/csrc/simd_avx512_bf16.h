@@ -47,16 +47,12 @@ INLINE Mask at_least(Floats a, Floats b) {
     return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ);
 }
 
-INLINE Mask is_nan(Floats x) {
-    return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+INLINE Mask differs(Floats a, Floats b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ);
 }
 
 INLINE Floats select(Mask mask, Floats chosen, Floats otherwise) {
     return _mm512_mask_mov_ps(otherwise, mask, chosen);
-}
-
-INLINE Floats zero(void) {
-    return _mm512_setzero_ps();
 }
 
 INLINE Floats broadcast(float x) {
@@ -197,10 +193,6 @@ INLINE Ints select_ints(Mask mask, Ints chosen, Ints otherwise) {
 
 INLINE int32_t smallest_of(Mask mask, Ints x) {
     return _mm512_mask_reduce_min_epi32(mask, x);
-}
-
-INLINE Doubles no_doubles(void) {
-    return (Doubles){_mm512_setzero_pd(), _mm512_setzero_pd()};
 }
 
 INLINE Doubles add_to_doubles(Doubles sum, Floats x) {

@@ -61,39 +61,33 @@ INLINE Mask lanes_between(int low, int high) {
     return x;
 }
 
+#define EACH_LANE(TYPE, NAME, OPERATOR)                                       \
+    INLINE TYPE NAME(TYPE a, TYPE b) {                                        \
+        EACH_PART a.part[i] = a.part[i] OPERATOR b.part[i];                   \
+        return a;                                                             \
+    }
+EACH_LANE(Mask, mask_or, |) EACH_LANE(Mask, mask_and, &)
+EACH_LANE(Floats, add, +) EACH_LANE(Floats, subtract, -) EACH_LANE(Floats, multiply, *) EACH_LANE(Floats, divide, /)
+
 /* The first `count` lanes, all from 16 on. */
 INLINE Mask first_lanes(int64_t count) {
     return lanes_between(0, count < LANES ? (int)count : LANES);
 }
 
-INLINE Mask mask_or(Mask a, Mask b) {
-    EACH_PART a.part[i] |= b.part[i];
-    return a;
-}
-
-INLINE Mask mask_and(Mask a, Mask b) {
-    EACH_PART a.part[i] &= b.part[i];
-    return a;
-}
-
 INLINE int any(Mask mask) {
-    int32_t lanes[LANES], found = 0;
-    memcpy(lanes, &mask, sizeof lanes);
-    for (int i = 0; i < LANES; i++) found |= lanes[i];
+    int32_t found = 0;
+    for (int i = 0; i < PARTS; i++)
+        for (int j = 0; j < BYTES / 4; j++) found |= mask.part[i][j];
     return found != 0;
 }
 
-#define COMPARISON(NAME, OPERATOR)                                      \
-    INLINE Mask NAME(Floats a, Floats b) {                              \
-        Mask mask;                                                      \
-        EACH_PART mask.part[i] = a.part[i] OPERATOR b.part[i];          \
-        return mask;                                                    \
+#define COMPARE(NAME, OPERATOR)                                               \
+    INLINE Mask NAME(Floats a, Floats b) {                                    \
+        Mask mask;                                                            \
+        EACH_PART mask.part[i] = a.part[i] OPERATOR b.part[i];                \
+        return mask;                                                          \
     }
-COMPARISON(equal, ==) COMPARISON(differs, !=) COMPARISON(greater, >) COMPARISON(at_least, >=)
-
-INLINE Mask is_nan(Floats x) {
-    return differs(x, x);
-}
+COMPARE(equal, ==) COMPARE(differs, !=) COMPARE(greater, >) COMPARE(at_least, >=)
 
 INLINE Ints select_ints(Mask mask, Ints chosen, Ints otherwise) {
     EACH_PART mask.part[i] = (mask.part[i] & chosen.part[i]) | (~mask.part[i] & otherwise.part[i]);
@@ -108,12 +102,8 @@ INLINE Floats select(Mask mask, Floats chosen, Floats otherwise) {
 
 INLINE Floats broadcast(float x) {
     Floats all;
-    EACH_PART all.part[i] = (FloatPart){0} + x;
+    EACH_PART all.part[i] = x - (FloatPart){0};
     return all;
-}
-
-INLINE Floats zero(void) {
-    return broadcast(0.0f);
 }
 
 INLINE Floats load_floats(const float *from) {
@@ -138,13 +128,6 @@ INLINE void store_some_floats(float *to, int count, Floats x) {
     store_floats(all, x);
     for (int i = 0; i < count; i++) to[i] = all[i];
 }
-
-#define ARITHMETIC(NAME, OPERATOR)                       \
-    INLINE Floats NAME(Floats a, Floats b) {             \
-        EACH_PART a.part[i] = a.part[i] OPERATOR b.part[i]; \
-        return a;                                        \
-    }
-ARITHMETIC(add, +) ARITHMETIC(subtract, -) ARITHMETIC(multiply, *) ARITHMETIC(divide, /)
 
 /* b where either is NaN. */
 INLINE Floats maximum(Floats a, Floats b) {
@@ -199,16 +182,16 @@ INLINE Floats round_down(Floats x) {
 INLINE Floats times_power_of_two(Floats x, Floats n) {
     Ints whole = floor_of(n);
     EACH_PART x.part[i] = (x.part[i] + x.part[i]) * (FloatPart)((BitPart)(whole.part[i] + 126) << 23); /* 2^128 is no float32 */
-    x = select(greater(broadcast(-125.0f), n), zero(), x);
+    x = select(greater(broadcast(-125.0f), n), broadcast(0.0f), x);
     return select(at_least(n, broadcast(129.0f)), broadcast(__builtin_inff()), x);
 }
 
 INLINE float sum_of(Floats x) {
-    for (int size = PARTS / 2; size; size /= 2)
-        for (int i = 0; i < size; i++) x.part[i] += x.part[i + size];
-    float sum = x.part[0][0];
-    for (int i = 1; i < BYTES / 4; i++) sum += x.part[0][i];
-    return sum;
+    float lanes[LANES];
+    store_floats(lanes, x);
+    for (int size = LANES / 2; size; size /= 2)
+        for (int i = 0; i < size; i++) lanes[i] += lanes[i + size];
+    return lanes[0];
 }
 
 INLINE float largest_of(Floats x) {
@@ -220,11 +203,10 @@ INLINE float largest_of(Floats x) {
 }
 
 INLINE int32_t smallest_of(Mask mask, Ints x) {
-    int32_t chosen[LANES], lanes[LANES], least = INT32_MAX;
-    memcpy(chosen, &mask, sizeof chosen);
-    memcpy(lanes, &x, sizeof lanes);
-    for (int i = 0; i < LANES; i++)
-        if (chosen[i] && lanes[i] < least) least = lanes[i];
+    int32_t least = INT32_MAX;
+    for (int i = 0; i < PARTS; i++)
+        for (int j = 0; j < BYTES / 4; j++)
+            if (mask.part[i][j] && x.part[i][j] < least) least = x.part[i][j];
     return least;
 }
 
@@ -271,7 +253,6 @@ INLINE void store_halves(bf16 *to, int64_t count, Halves x) {
         for (int i = 0; i < count; i++) to[i] = some[i];
 }
 
-/* One half of each of 16 pairs, the first or the second. Another thread may write the other one: its bytes are left alone. */
 INLINE void store_half_of_pairs(bf16 *pairs, int second, Halves x) {
     bf16 all[LANES];
     store_halves(all, LANES, x);
@@ -308,10 +289,6 @@ INLINE Floats dot(Floats sum, Pairs a, Pairs b) {
         sum.part[i] += (FloatPart)(a.part[i] & 0xffff0000) * (FloatPart)(b.part[i] & 0xffff0000);
     }
     return sum;
-}
-
-INLINE Doubles no_doubles(void) {
-    return (Doubles){0};
 }
 
 INLINE Doubles add_to_doubles(Doubles sum, Floats x) {
