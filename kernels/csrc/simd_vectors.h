@@ -21,6 +21,7 @@
 #endif
 #define PARTS (4 * LANES / BYTES)
 #define EACH_PART UNROLL for (int i = 0; i < PARTS; i++)
+#define LANE(x, i) (x).part[(i) / (BYTES / 4)][(i) % (BYTES / 4)]
 
 typedef float FloatPart __attribute__((vector_size(BYTES)));
 typedef int32_t IntPart __attribute__((vector_size(BYTES)));
@@ -47,10 +48,8 @@ static const int32_t COUNT[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1
 /* first, first + 1, ... */
 INLINE Ints count_from(int32_t first) {
     Ints x;
-    EACH_PART {
-        memcpy(&x.part[i], COUNT + i * BYTES / 4, BYTES);
-        x.part[i] += first;
-    }
+    EACH_PART memcpy(&x.part[i], COUNT + i * BYTES / 4, BYTES);
+    EACH_PART x.part[i] += first;
     return x;
 }
 
@@ -76,8 +75,7 @@ INLINE Mask first_lanes(int64_t count) {
 
 INLINE int any(Mask mask) {
     int32_t found = 0;
-    for (int i = 0; i < PARTS; i++)
-        for (int j = 0; j < BYTES / 4; j++) found |= mask.part[i][j];
+    for (int i = 0; i < LANES; i++) found |= LANE(mask, i);
     return found != 0;
 }
 
@@ -144,14 +142,13 @@ INLINE Floats multiply_subtract(Floats a, Floats b, Floats c) {
 
 /* Added to a smaller number, 2^23 leaves no bits for its fraction; a larger one has none. */
 INLINE Floats round_to_even(Floats x) {
-    Floats rounded;
+    Floats rounded, size;
     EACH_PART {
         IntPart bits = (IntPart)x.part[i];
         FloatPart shift = (FloatPart)((bits & INT32_MIN) | 0x4b000000);
         rounded.part[i] = (x.part[i] + shift) - shift;
+        size.part[i] = (FloatPart)(bits & INT32_MAX);
     }
-    Floats size = x;
-    EACH_PART size.part[i] = (FloatPart)((IntPart)x.part[i] & INT32_MAX);
     return select(greater(broadcast(0x1p23f), size), rounded, x);
 }
 
@@ -186,27 +183,20 @@ INLINE Floats times_power_of_two(Floats x, Floats n) {
     return select(at_least(n, broadcast(129.0f)), broadcast(__builtin_inff()), x);
 }
 
-INLINE float sum_of(Floats x) {
-    float lanes[LANES];
-    store_floats(lanes, x);
-    for (int size = LANES / 2; size; size /= 2)
-        for (int i = 0; i < size; i++) lanes[i] += lanes[i + size];
-    return lanes[0];
-}
-
-INLINE float largest_of(Floats x) {
-    float lanes[LANES];
-    store_floats(lanes, x);
-    for (int size = LANES / 2; size; size /= 2)
-        for (int i = 0; i < size; i++) lanes[i] = lanes[i] > lanes[i + size] ? lanes[i] : lanes[i + size];
-    return lanes[0];
-}
+#define REDUCE(NAME, COMBINED)                                                 \
+    INLINE float NAME(Floats x) {                                             \
+        float a[LANES];                                                       \
+        store_floats(a, x);                                                   \
+        for (int size = LANES / 2; size; size /= 2)                           \
+            for (int i = 0, j = size; i < size; i++, j++) a[i] = COMBINED;    \
+        return a[0];                                                          \
+    }
+REDUCE(sum_of, a[i] + a[j]) REDUCE(largest_of, a[i] > a[j] ? a[i] : a[j])
 
 INLINE int32_t smallest_of(Mask mask, Ints x) {
     int32_t least = INT32_MAX;
-    for (int i = 0; i < PARTS; i++)
-        for (int j = 0; j < BYTES / 4; j++)
-            if (mask.part[i][j] && x.part[i][j] < least) least = x.part[i][j];
+    for (int i = 0; i < LANES; i++)
+        if (LANE(mask, i) && LANE(x, i) < least) least = LANE(x, i);
     return least;
 }
 
@@ -302,8 +292,8 @@ INLINE Doubles add_to_doubles(Doubles sum, Floats x) {
 }
 
 INLINE double sum_of_doubles(Doubles x) {
-    double lanes[LANES], sum = 0;
-    memcpy(lanes, &x, sizeof lanes);
-    for (int i = 0; i < LANES; i++) sum += lanes[i];
+    double sum = 0;
+    UNROLL for (int i = 1; i < 2 * PARTS; i++) x.part[0] += x.part[i];
+    for (int i = 0; i < BYTES / 8; i++) sum += x.part[0][i];
     return sum;
 }
