@@ -94,7 +94,7 @@ void amx_values(const uint32_t *weights, const bf16 *packed, const bf16 *const *
             amx_load(4, weights + j, BLOCK_PAIRS * 4);
             for (int i = j; ahead && i < j + step && i < pairs; i++)
                 for (int d = first; d < dim && d < first + 16 * COLUMNS; d += 16)
-                    prefetch(ahead[i / PAIRS] + (PAGE + i % PAIRS * 2) * (int64_t)dim + 2 * d);
+                    prefetch(ahead[i / PAIRS] + (i % PAIRS * 2) * (int64_t)dim + 2 * d);
 #define MULTIPLY(c, right)                     \
     do {                                       \
         amx_load(right, at + c * 16 * 32, 64); \

@@ -12,7 +12,7 @@
 void amx_begin(int rows, int dim);
 void amx_end(void);
 
-/* scores[row][16 * page + lane]. queries: dense rows of `dim`. The lines of the pages `ahead` are fetched meanwhile. */
+/* scores[row][16 * page + lane]. queries: dense rows of `dim`. The half pages `ahead` are fetched meanwhile. */
 void amx_scores(const bf16 *queries, const bf16 *const *keys, const bf16 *const *ahead, int num_pages, int dim, float *scores);
 
 /* A block's values for amx_values, BLOCK_PAIRS * 2 * dim elements: [16 pairs of keys][16 dims] by [16][16][2]. */

@@ -19,6 +19,7 @@
 #include "tiles.h"
 
 #define MERGED_AT_ONCE 8
+#define READING_A_KEY 24 /* as in native_plan.py */
 
 typedef struct {
     int32_t page, position, low, high; /* keys of lanes [low, high) of the page; `position` is the first one's in the item */
@@ -112,24 +113,24 @@ typedef struct {
     int num_pages, num_keys;
 } Ahead;
 
-/* The pages that take the places of a block's `num_pages` when it is done; the last of them more than once, or none: NULL. Those
- * beyond are fetched at once. */
-static const bf16 *const *pages_ahead(const Ahead *ahead, int num_pages, int dim, const bf16 **pages) {
+/* Halves of the pages that take the places of a block's `num_pages` when it is done, in the order of memory; the last of them
+ * more than once, or none: NULL. Pages beyond are fetched at once. */
+static const bf16 *const *halves_ahead(const Ahead *ahead, int num_pages, int dim, const bf16 **halves) {
     int count = 0;
     for (int i = 0; i < ahead->num_pages && ahead->entries[i].position < ahead->num_keys; i++) {
         const bf16 *page = ahead->head + (int64_t)ahead->entries[i].page * 2 * PAGE * dim;
         if (i < num_pages)
-            pages[count++] = page;
+            halves[count++] = page, halves[count++] = page + PAGE * dim;
         else
             for (int64_t at = 0; at < 2 * PAGE * (int64_t)dim; at += 32) prefetch(page + at);
     }
-    for (int i = count; i < num_pages && count; i++) pages[i] = pages[count - 1];
-    return count ? pages : NULL;
+    for (int i = count; i < 2 * num_pages && count; i++) halves[i] = halves[count - 1];
+    return count ? halves : NULL;
 }
 
 /* Rows of a tile and their running state. */
 typedef struct {
-    int rows;
+    int rows, at_once;     /* at_once: pages whose scores are computed side by side */
     const bf16 *queries[MOST_ROWS];
     const bf16 *packed;    /* the queries for matrix tiles, or NULL */
     int limits[MOST_ROWS]; /* keys that each row sees */
@@ -152,8 +153,8 @@ static void score(const Tile *tile, const Block *block, const bf16 *const *ahead
         amx_scores(tile->packed, block->keys, ahead, num_pages, dim, scores);
         return;
     }
-    for (int i = 0; i < num_pages; i += TILE_VECTORS) {
-        int count = num_pages - i < TILE_VECTORS ? num_pages - i : TILE_VECTORS;
+    for (int i = 0; i < num_pages; i += tile->at_once) {
+        int count = num_pages - i < tile->at_once ? num_pages - i : tile->at_once;
         ScoreTile *multiply = SCORE_TILES[ahead != NULL][tile->rows - 1][count - 1];
         multiply(tile->queries, block->keys + i, ahead ? ahead + i : NULL, dim, scores + i * PAGE);
     }
@@ -211,7 +212,7 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
         }
         tile->total[r] = tile->total[r] * shrink[r] + sum_of(total);
     }
-    add_values(tile, block, ahead, num_pages, dim, weights, shrink);
+    add_values(tile, block, ahead ? ahead + num_pages : NULL, num_pages, dim, weights, shrink);
 }
 
 static const bf16 *head_of(const Plan *plan, const bf16 *pool, int kv_head) {
@@ -262,6 +263,8 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
     /* The first query sees `limit` keys, each later one one more; without causality all see all. */
     int limit = item.causal ? item.num_keys - item.count + task->first + 1 : item.num_keys;
     int most = item.causal ? limit + task->count - 1 : limit;
+    /* A few rows wait for memory, which is fastest from one end of a page to the other. */
+    int at_once = rows < READING_A_KEY ? 1 : TILE_VECTORS;
     Block block; /* too large to be cleared for every task */
     block.packed = matrix ? packed + padded * dim : NULL;
     if (matrix) {
@@ -277,11 +280,14 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
         Ahead ahead = *following;
         if (rest > BLOCK_PAGES && entries[e + BLOCK_PAGES].position < most)
             ahead = (Ahead){head, entries + e + BLOCK_PAGES, rest < 2 * BLOCK_PAGES ? rest - BLOCK_PAGES : BLOCK_PAGES, most};
-        const bf16 *places[BLOCK_PAGES], *const *fetched = pages_ahead(&ahead, block.num_pages, dim, places);
+        for (int i = e + 2 * BLOCK_PAGES; i < e + 3 * BLOCK_PAGES && i < task->num_entries; i++)
+            prefetch(head + (int64_t)entries[i].page * 2 * PAGE * dim); /* for its translation: the page is fetched a block later */
+        const bf16 *places[2 * BLOCK_PAGES], *const *fetched = halves_ahead(&ahead, block.num_pages, dim, places);
         for (int i = 0; i < tiles; i++, fetched = NULL) {
             int low = (int)((int64_t)rows * i / tiles), high = (int)((int64_t)rows * (i + 1) / tiles);
             if (matrix) low = i * height, high = i == tiles - 1 ? rows : low + height; /* only the last may write rows too many */
             Tile tile = {.rows = high - low,
+                         .at_once = at_once,
                          .packed = matrix ? packed + (int64_t)low * dim : NULL,
                          .sums = sums + (int64_t)low * dim,
                          .maximum = maximum + low,

@@ -6,8 +6,8 @@
 #include "block.h"
 
 
-/* scores[row][16 * page + lane] of R rows and C pages. With A, the lines of the pages `ahead` are fetched meanwhile, each when the
- * one that lies at its place in a page is read. */
+/* scores[row][16 * page + lane] of R rows and C pages. With A, a line of each of C half pages `ahead` is fetched with every line that
+ * is read. */
 INLINE void score_tile(const int R, const int C, const int A, const bf16 *const *queries, const bf16 *const *keys,
                        const bf16 *const *ahead, int dim, float *scores) {
     Floats sum[MOST_TILE_ROWS][TILE_VECTORS];
@@ -49,7 +49,7 @@ INLINE void value_tile(const int R, const int C, const int A, const uint32_t *we
         for (int c = 0; c < C; c++) value[c] = load_pairs(values[j] + 2 * first + c * 32);
     UNROLL
         for (int c = 0; c < A * C; c++)
-            prefetch(ahead[j / PAIRS] + (PAGE + j % PAIRS * 2) * (int64_t)dim + 2 * first + c * 32);
+            prefetch(ahead[j / PAIRS] + (j % PAIRS * 2) * (int64_t)dim + 2 * first + c * 32);
     UNROLL
         for (int r = 0; r < R; r++) {
             Pairs weight = broadcast_pair(weights + r * BLOCK_PAIRS + j);
