@@ -11,11 +11,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from batchrun.kernels.arena import Arena
 from batchrun.kernels.spec import KVConfig
 from batchrun.kernels.targets import TARGETS, Processor, Target, processor, runnable
 
@@ -42,6 +43,8 @@ class Native:
     target: Target
     amx: bool = False
     """Whether the CPU has matrix tiles; whether they may be used is for `native_amx.choose` to say."""
+    arena: Arena = field(default_factory=Arena, compare=False)
+    """Where weights are packed."""
 
 
 @functools.cache

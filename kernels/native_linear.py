@@ -47,22 +47,23 @@ def suits(weight: torch.Tensor) -> bool:
 def pack(native: Native, weight: torch.Tensor) -> NativeLinear:
     """From weight [out, in]. It is copied: drop the original."""
     outputs = weight.shape[0]
-    return NativeLinear(native, _panels(_pad_rows(weight, PANEL)), outputs, gated=False)
+    return NativeLinear(native, _panels(native, _pad_rows(weight, PANEL)), outputs, gated=False)
 
 
 def pack_gated(native: Native, gate_up: torch.Tensor) -> NativeLinear:
     """From gate_up [2 * I, in], the gate's rows first. It is copied: drop the original."""
     outputs, inputs = gate_up.shape[0] // 2, gate_up.shape[1]
     halves = [_pad_rows(half, PANEL // 2).view(-1, PANEL // 2, inputs) for half in (gate_up[:outputs], gate_up[outputs:])]
-    return NativeLinear(native, _panels(torch.stack(halves, dim=1).view(-1, inputs)), outputs, gated=True)
+    return NativeLinear(native, _panels(native, torch.stack(halves, dim=1).view(-1, inputs)), outputs, gated=True)
 
 
 def _pad_rows(weight: torch.Tensor, multiple: int) -> torch.Tensor:
     return functional.pad(weight, (0, 0, 0, -len(weight) % multiple))
 
 
-def _panels(weight: torch.Tensor) -> torch.Tensor:
-    return weight.view(-1, PANEL, weight.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+def _panels(native: Native, weight: torch.Tensor) -> torch.Tensor:
+    ordered = weight.view(-1, PANEL, weight.shape[1] // 2, 2).permute(0, 2, 1, 3)
+    return native.arena.empty(ordered.shape, ordered.dtype).copy_(ordered)
 
 
 def linear(x: torch.Tensor, weight: NativeLinear) -> torch.Tensor:
