@@ -128,6 +128,9 @@ def common_options() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=usable_cpus(), help="of every engine (default all)")
     parser.add_argument("--batchrun-options", default="", metavar="TEXT", help='of batchrun, e.g. "--max-running 64"')
     parser.add_argument("--rounds", type=int, default=3, help="(default 3)")
+    parser.add_argument(
+        "--peer-order", choices=("given", "sorted"), help="of vLLM and OpenVINO (default: both, and the better one counts)"
+    )
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()), help="folder for the peers' messages")
     parser.add_argument("-o", "--output", type=Path, help="write one row per run to this Parquet file")
     return parser
@@ -153,6 +156,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         kv_gib=args.kv_gib,
         batchrun_options=shlex.split(args.batchrun_options),
         logs=args.logs,
+        peer_orders=(args.peer_order,) if args.peer_order else ("given", "sorted"),
     )
 
 

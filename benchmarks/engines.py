@@ -51,6 +51,8 @@ class Settings:
     batchrun_options: Sequence[str] = ()
     logs: Path = Path()
     """Folder for what the peers print on stderr."""
+    peer_orders: tuple[str, ...] = ("given", "sorted")
+    """Orders of the rows that each round tries, of the peers to which it matters."""
 
 
 class Engine(Protocol):
@@ -206,7 +208,7 @@ def vllm(settings: Settings) -> Engine:
 
     It loads for a minute, so it stays; `VLLM_CPU_OMP_THREADS_BIND` takes cores, not a count.
     """
-    peer = Peer("vllm", "vllm", "vllm_offline.py", ("given", "sorted"), settings, resident=True)
+    peer = Peer("vllm", "vllm", "vllm_offline.py", settings.peer_orders, settings, resident=True)
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: settings.threads]))
     peer.with_options("--model", settings.model)
     tuning = {"VLLM_CPU_KVCACHE_SPACE": str(settings.kv_gib), "VLLM_CPU_OMP_THREADS_BIND": cores}
@@ -220,7 +222,7 @@ def vllm(settings: Settings) -> Engine:
 
 def openvino(settings: Settings) -> Engine:
     """OpenVINO GenAI's continuous batching with its prefix cache, which only a new process empties."""
-    peer = Peer("openvino", "openvino_genai", "openvino_offline.py", ("given", "sorted"), settings, resident=False)
+    peer = Peer("openvino", "openvino_genai", "openvino_offline.py", settings.peer_orders, settings, resident=False)
     folder = settings.openvino_model
     if folder is None or not folder.is_dir():
         how = "optimum-cli export openvino --model MODEL --task text-generation-with-past --weight-format fp16 FOLDER"

@@ -20,7 +20,7 @@ class Arena:
     """Hands out tensors from large stretches of memory, one beside the other. A stretch is freed with the last of its tensors."""
 
     def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._rest = torch.zeros(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor at an address of a whole cache line."""

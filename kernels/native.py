@@ -159,7 +159,8 @@ def _open(path: Path, target: Target, amx: bool = False) -> Native:
     ]
     library.batchrun_linear.argtypes = [pointer]
     library.batchrun_allow_amx.argtypes, library.batchrun_allow_amx.restype = [], int32
-    for name in ("attend", "linear", "rms_norm", "silu_mul", "best", "draw"):
+    library.batchrun_sleep_soon.argtypes = []
+    for name in ("attend", "linear", "rms_norm", "silu_mul", "best", "draw", "sleep_soon"):
         getattr(library, f"batchrun_{name}").restype = None
     for name in ("gather", "write_kv", "rotate_and_write", "move_kv"):
         getattr(library, f"batchrun_{name}").restype = int64

@@ -225,6 +225,7 @@ def _linear_kernel_for(weight: torch.Tensor) -> native.Native | None:
     """The compiled kernel if it is to compute a linear layer of this weight."""
     kernel = _kernel_for(weight) if native_linear.suits(weight) else None
     if kernel and _choice == "auto" and _onednn_is_faster(native_amx.choose(kernel), cpu.can_pack()):
+        kernel.library.batchrun_sleep_soon()  # oneDNN's threads need the cores next
         return None
     return kernel
 

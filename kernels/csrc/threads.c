@@ -17,7 +17,6 @@
 #endif
 
 #define OPEN (1u << 31) /* of `state`: threads may enter */
-#define SPINS 5000 /* some hundred microseconds, about what lies between two jobs of a step */
 
 typedef struct {
     TaskFunction *task;
@@ -25,6 +24,9 @@ typedef struct {
     int threads;
     _Alignas(64) atomic_ullong rest; /* tasks that nobody has taken: the first, and in the upper half the last + 1 */
 } Job;
+
+/* How long a thread spins before it sleeps: some hundred microseconds, about what lies between two jobs of a step. */
+static atomic_int spins = 5000;
 
 static struct {
     pthread_mutex_t busy;
@@ -87,10 +89,10 @@ static void work(Job *job, int thread) {
 }
 
 static unsigned next_epoch(unsigned seen) {
-    for (int spins = 0;; spins++) {
+    for (int tries = 0;; tries++) {
         unsigned now = atomic_load(&pool.epoch);
         if (now != seen) return now;
-        if (spins < SPINS) {
+        if (tries < atomic_load_explicit(&spins, memory_order_relaxed)) {
             pause_briefly();
             continue;
         }
@@ -142,8 +144,8 @@ static void start_workers(int threads) {
 
 static void wait_until_left(void) {
     unsigned state = atomic_fetch_and(&pool.state, ~OPEN) & ~OPEN;
-    for (int spins = 0; state; spins++, state = atomic_load(&pool.state)) {
-        if (spins < SPINS) {
+    for (int tries = 0; state; tries++, state = atomic_load(&pool.state)) {
+        if (tries < atomic_load_explicit(&spins, memory_order_relaxed)) {
             pause_briefly();
             continue;
         }
@@ -171,4 +173,9 @@ void share_out(int threads, int64_t count, TaskFunction *task, const void *job) 
     work(&pool.job, 0);
     wait_until_left();
     pthread_mutex_unlock(&pool.busy);
+}
+
+/* For work that alternates with that of other threads on the same cores, which spinning would keep waiting. */
+void batchrun_sleep_soon(void) {
+    atomic_store(&spins, 50);
 }

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,15 @@ def test_a_missing_peer_is_named_in_one_line_and_left_out(capsys: pytest.Capture
     opened = engines.open_engines(["batchrun", "vllm", "batchrun-unshared", "batchrun"], Settings(model="MODEL", threads=1))
     assert [engine.name for engine in opened] == ["batchrun", "batchrun-unshared"]
     assert capsys.readouterr().out == "skipped vllm: no environment is named: give --python vllm=VENV/bin/python\n"
+
+
+@pytest.mark.parametrize("orders", [("given", "sorted"), ("sorted",)])
+def test_vllm_tries_the_orders_that_are_asked_for(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, orders: tuple[str, ...]
+) -> None:
+    (tmp_path / "vllm.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert engines.vllm(replace(settings, peer_orders=orders)).orders == orders
 
 
 def test_openvino_wants_the_model_in_its_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
