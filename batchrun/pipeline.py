@@ -174,9 +174,11 @@ class _Job:
         self._stop = stop
         self._timer = timer
         self._writer = PartWriter(work, result_schema(return_token_ids=options.return_token_ids), options.flush_seconds)
-        done = work.done()
-        self._done_samples = np.bincount(done.row_index, minlength=source.num_rows)
-        self._done = set(zip(done.row_index.tolist(), done.sample.tolist(), strict=True))
+        self._before = work.done()
+        self._done_samples = np.bincount(self._before.row_index, minlength=source.num_rows)
+        self._rows_before = int(np.count_nonzero(self._done_samples))
+        self._done_partly: set[tuple[int, int]] = set()
+        """Samples that earlier processes finished, of rows that are not yet whole: only those rows run again."""
         self._samples = np.ones(source.num_rows, np.int64)
         """How many output rows each input row has: n, or 1 for an error row that never ran."""
         self._num_done = 0
@@ -226,9 +228,12 @@ class _Job:
         return RunResult(summary, int(summary["failed"] > 0), options.output, self.warnings, failures)
 
     def _not_done(self, prompts: PromptSet) -> PromptSet:
-        """The rows that have samples left to compute; notes how many samples each row has."""
+        """The rows that have samples left to compute; notes how many samples each row has, and which are there already."""
         samples = np.array([params.n for params in prompts.params_table], np.int64)[prompts.params_id]
         self._samples[prompts.row_index] = samples
+        rows, done = self._before.row_index, self._before.sample
+        partly = self._done_samples[rows] < self._samples[rows]
+        self._done_partly = set(zip(rows[partly].tolist(), done[partly].tolist(), strict=True))
         self._num_done = int((self._done_samples >= self._samples).sum())
         return take(prompts, self._done_samples[prompts.row_index] < samples)
 
@@ -280,7 +285,7 @@ class _Job:
                 profile.close()
 
     def _add(self, row: ResultRow) -> None:
-        if (row.row_index, row.sample) in self._done:
+        if self._done_samples[row.row_index] >= self._samples[row.row_index] or (row.row_index, row.sample) in self._done_partly:
             return
         self._done_samples[row.row_index] += 1
         self._num_done += int(self._done_samples[row.row_index] == self._samples[row.row_index])
@@ -308,7 +313,7 @@ class _Job:
     def _summary(self, plan: JobPlan, stats: EngineStats) -> dict[str, Any]:
         """Rows, samples and tokens of the whole output; times, rates and the engine's counts of this process alone."""
         totals, timer = self._work.totals(), self._timer
-        computed_rows = totals.rows - len(np.unique([row for row, _ in self._done]))
+        computed_rows = totals.rows - self._rows_before
         return {
             "rows": totals.rows,
             "ok": totals.ok,

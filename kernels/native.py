@@ -4,6 +4,7 @@ The source is built by the system's C compiler in about two seconds and kept in 
 keyed by source, flags, compiler and CPU.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -49,25 +50,29 @@ class Native:
 
 @functools.cache
 def load(name: str | None = None) -> Native | NotAvailable:
-    """The library, built if needed; or the reason why there is none. `name`: of a target, by itself the best one."""
+    """The library, built if needed; or the reason why there is none.
+
+    `name`: of a target. By itself the best one that the processor runs and the compiler knows: one that is older than the
+    processor may not know its instructions.
+    """
     cpu = processor()
-    try:
-        target = next((found for found in runnable(cpu) if name in (None, found.name)), None)
-        if target is None:
-            raise NotAvailable(f"this processor does not run what is compiled for {name}")
-        return _build_and_open(_compiler(), cpu, target, target is TARGETS[0] and has_amx(cpu.features))
-    except NotAvailable as reason:
-        return reason
-    except (OSError, subprocess.SubprocessError) as error:
-        return NotAvailable(f"the build failed: {' '.join(str(error).split())}")
+    reasons: list[NotAvailable] = []
+    for target in runnable(cpu):
+        if name not in (None, target.name):
+            continue
+        try:
+            return _build_and_open(_compiler(), cpu, target, target is TARGETS[0] and has_amx(cpu.features))
+        except NotAvailable as reason:
+            reasons.append(reason)
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons.append(NotAvailable(f"the build failed: {' '.join(str(error).split())}"))
+    return reasons[0] if reasons else NotAvailable(f"this processor does not run what is compiled for {name}")
 
 
 def _build_and_open(compiler: str, cpu: Processor, target: Target, amx: bool) -> Native:
     if amx:
-        try:
+        with contextlib.suppress(NotAvailable):  # compilers before gcc 11 and clang 11 do not know the instructions
             return _open(_built(compiler, cpu, target, AMX_FLAGS), target, amx=True)
-        except NotAvailable:
-            pass  # compilers before gcc 11 and clang 11 do not know the instructions
     return _open(_built(compiler, cpu, target), target, amx)
 
 

@@ -325,6 +325,24 @@ class TestBuild:
         assert self.status_without_kernel() == f"torch operations: {compiler} failed: cc: fatal error: out of luck"
         assert list((tmp_path / "batchrun" / "kernels").iterdir()) == []
 
+    @needs_kernel
+    def test_a_compiler_older_than_the_processor_builds_the_next_target(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        self.suited(monkeypatch, tmp_path)
+        compiler = tmp_path / "cc"
+        flag = next((flag for flag in RUNNABLE[0].flags if len(RUNNABLE) > 1 and flag not in RUNNABLE[1].flags), None)
+        if flag is None:
+            pytest.skip("one target alone, or two of the same flags")
+        compiler.write_text(
+            f'#!/bin/sh\ncase "$*" in *{flag}*) echo "cc: error: {flag}?" >&2; exit 1;; esac\nexec {native._compiler()} "$@"\n'
+        )
+        compiler.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        loaded = native.load()
+        assert isinstance(loaded, native.Native)
+        assert loaded.target is RUNNABLE[1]
+
     def test_unwritable_cache_folder_is_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "batchrun").write_text("a file where the folder should be")
         self.suited(monkeypatch, tmp_path)
