@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from batchrun import hardware
 from batchrun.engine.config import ModelConfig
-from batchrun.engine.device import page_size
+from batchrun.engine.device import missing_for_int8, page_size
 from batchrun.engine.loader import ModelSource, load_tokenizer, pick_device, pick_dtype, resolve_model
 from batchrun.engine.tokenizer import Tokenizer
 from batchrun.errors import Refused
@@ -103,12 +103,33 @@ def kv_size(options: RunOptions, config: ModelConfig) -> KVSize:
     """What the KV pool of a job on this machine is made of; `options` are settled.
 
     Raises:
-        Refused: --kv-tokens or --kv-memory is more than the machine has.
+        Refused: --kv-tokens or --kv-memory is more than the machine has, or --kv-dtype does not go with the rest.
     """
-    per_token = config.kv_bytes_per_token(options.dtype)
+    check_kv_dtype(options, config)
+    per_token = config.kv_bytes_per_token(options.dtype, options.kv_dtype)
     check_kv_memory(options)
     _check_within_machine("--kv-tokens", None if options.kv_tokens is None else options.kv_tokens * per_token)
-    return KVSize(page_size(options.device), per_token, hardware.pool_memory(options.device))
+    return KVSize(page_size(options.device), per_token, hardware.pool_memory(options.device), options.kv_dtype)
+
+
+def check_kv_dtype(options: RunOptions, config: ModelConfig, here: bool = True) -> None:
+    """Refuse keys and values in int8 where nothing computes with them; the compute type is chosen already.
+
+    Args:
+        here: the job is for this machine; else only what does not depend on the machine is looked at.
+
+    Raises:
+        Refused: the compute type is another than bfloat16, or there is no compiled kernel for this model.
+    """
+    if options.kv_dtype != "int8":
+        return
+    if options.dtype != "bfloat16":
+        raise Refused(
+            f"--kv-dtype is int8, which goes with bfloat16, and the job computes in {options.dtype}: "
+            "add --dtype bfloat16, or leave --kv-dtype out"
+        )
+    if (missing := missing_for_int8(config.head_dim, here)) is not None:
+        raise Refused(f"--kv-dtype is int8, which {missing}: leave --kv-dtype out")
 
 
 def _check_within_machine(option: str, asked: int | None) -> None:

@@ -6,6 +6,7 @@ from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 
+from batchrun.engine.config import KV_DTYPES
 from batchrun.engine.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -110,6 +111,8 @@ class RunOptions:
     """Hugging Face folder, hub id or `.gguf` file; None is the embedded model."""
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
+    """What keys and values are kept in: `auto` is `dtype`."""
     threads: int | None = None
     prompt: PromptOptions = field(default_factory=PromptOptions)
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -138,6 +141,7 @@ class RunOptions:
         checks = (
             (self.device in DEVICES, f"--device is {self.device!r}: it must be one of {', '.join(DEVICES)}"),
             (self.dtype in DTYPES, f"--dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}"),
+            (self.kv_dtype in KV_DTYPES, f"--kv-dtype is {self.kv_dtype!r}: it must be one of {', '.join(KV_DTYPES)}"),
             (self.order in ORDERS, f"--order is {self.order!r}: it must be one of {', '.join(ORDERS)}"),
             (not (self.resume and self.overwrite), "--resume and --overwrite contradict each other: give one of them"),
             (self.kv_tokens is None or self.kv_memory is None, "--kv-tokens and --kv-memory both set the pool: give one of them"),

@@ -144,6 +144,7 @@ def _settings(options: RunOptions) -> dict[str, Any]:
         "seed": options.seed,
         "kv-tokens": options.kv_tokens,
         "kv-memory": options.kv_memory,
+        "kv-dtype": options.kv_dtype,
         "output-prefix": options.output_prefix,
         "keep-columns": options.keep_columns,
         "return-token-ids": options.return_token_ids,
@@ -342,6 +343,7 @@ class _Job:
             "model": self._model.found.name,
             "device": self._options.device,
             "dtype": self._options.dtype,
+            "kv_dtype": self._options.dtype if self._kv.dtype == "auto" else self._kv.dtype,
         }
 
 

@@ -21,7 +21,7 @@ from batchrun.engine.tokenizer import Tokenizer
 from batchrun.errors import Refused
 from batchrun.failures import kind_of
 from batchrun.intake import take_in
-from batchrun.opening import OpenedModel, check_kv_memory, kv_size, open_input, open_model, settle
+from batchrun.opening import OpenedModel, check_kv_dtype, check_kv_memory, kv_size, open_input, open_model, settle
 from batchrun.options import RunOptions
 from batchrun.planning import JobPlan, KVSize, make_plan, rows_side_by_side
 from batchrun.prefix_cache.estimate import ModelDims, SharedNode, TimeEstimate, estimate_time, shared_nodes
@@ -74,6 +74,7 @@ class PlanReport:
     num_kv_heads: int
     max_context: int
     dtype: str
+    kv_dtype: str
     kv_bytes_per_token: int
     kv_pool_tokens: int
     kv_pool_bytes: int
@@ -122,7 +123,8 @@ def plan_job(options: RunOptions, target: str = "this") -> PlanReport:
             kv = kv_size(options, model.config)
         else:
             options, warnings = replace(options, dtype=_dtype(options.dtype)), []
-            kv = _target_kv(machine, model.config, options.dtype)
+            check_kv_dtype(options, model.config, here=False)
+            kv = _target_kv(machine, model.config, options)
     except ModelError as error:
         raise Refused(str(error)) from error
     except ValueError as error:
@@ -147,10 +149,11 @@ def _dtype(wanted: str) -> str:
     return "bfloat16" if wanted == "auto" else wanted
 
 
-def _target_kv(machine: hardware.Target, config: ModelConfig, dtype: str) -> KVSize:
-    weights = config.num_parameters * _BYTES[dtype]
+def _target_kv(machine: hardware.Target, config: ModelConfig, options: RunOptions) -> KVSize:
+    weights = config.num_parameters * _BYTES[options.dtype]
     memory = max(0, machine.memory_bytes - weights) * 9 // 10 if machine.name != "cpu" else machine.memory_bytes // 8
-    return KVSize(page_size("cpu"), config.kv_bytes_per_token(dtype), memory)
+    per_token = config.kv_bytes_per_token(options.dtype, options.kv_dtype)
+    return KVSize(page_size("cpu"), per_token, memory, options.kv_dtype)
 
 
 class _Subject(NamedTuple):
@@ -195,6 +198,7 @@ def _report(
         num_kv_heads=config.num_kv_heads,
         max_context=config.max_context,
         dtype=subject.dtype,
+        kv_dtype=subject.dtype if kv.dtype == "auto" else kv.dtype,
         kv_bytes_per_token=kv.bytes_per_token,
         kv_pool_tokens=plan.config.kv_tokens,
         kv_pool_bytes=plan.config.num_pages * kv.page_bytes,
@@ -263,7 +267,7 @@ def _lines(report: PlanReport) -> list[str]:
         ("distinct tokens", f"{report.distinct_tokens}, {report.saved_share:.1%} of the prefill saved"),
         ("output tokens", f"{report.max_output_tokens} at most"),
         ("model", f"{report.model}, {report.dtype}, context {report.max_context}"),
-        ("KV per token", f"{report.kv_bytes_per_token} bytes ({report.num_heads} query heads, {report.num_kv_heads} KV heads)"),
+        ("KV per token", f"{report.kv_bytes_per_token} bytes in {report.kv_dtype} ({_heads(report)})"),
         ("KV pool", f"{report.kv_pool_tokens} tokens, {_size(report.kv_pool_bytes)}"),
         ("rows that fit", f"{report.rows_that_fit} side by side, {report.max_running} run at once at most"),
         ("target", f"{report.target}: {_speed(report)}, {_size(report.memory_bytes)}"),
@@ -280,6 +284,10 @@ def _lines(report: PlanReport) -> list[str]:
     lines += [f"  {count:>7} {message}" for message, count in report.errors.items()]
     lines += [f"warning: {warning}" for warning in report.warnings]
     return lines
+
+
+def _heads(report: PlanReport) -> str:
+    return f"{report.num_heads} query heads, {report.num_kv_heads} KV heads"
 
 
 def _quote(prefix: Prefix) -> str:

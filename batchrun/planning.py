@@ -65,6 +65,8 @@ class KVSize(NamedTuple):
     bytes_per_token: int
     memory: int
     """Bytes that the pool may take by default, from `hardware.pool_memory`."""
+    dtype: str = "auto"
+    """`EngineConfig.kv_dtype`."""
 
     @property
     def page_bytes(self) -> int:
@@ -196,6 +198,7 @@ def make_plan(prompts: PromptSet, model: ModelConfig, limits: Limits, kv: KVSize
             chunk_tokens=limits.chunk_tokens or DEFAULT_CHUNK_TOKENS,
             max_context=model.max_context,
             job_seed=limits.seed,
+            kv_dtype=kv.dtype,
         ),
         errors=errors,
         warnings=_warnings(repeated, int(alone.sum())),

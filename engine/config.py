@@ -16,7 +16,10 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 GGUF_ROPE_FACTORS = "factors"
 """Our own name for a GGUF file's `rope_freqs.weight`: every frequency is divided by its factor."""
 
+KV_DTYPES = ("auto", "int8")
+"""What keys and values are kept in: as the model computes, or in int8 with a scale per token and head."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class EngineConfig:
     """How much memory and how many rows the engine uses at once.
 
     Raises:
-        ValueError: a count below 1, or a negative seed.
+        ValueError: a count below 1, a negative seed, or an unknown kv_dtype.
     """
 
     num_pages: int
@@ -41,6 +44,8 @@ class EngineConfig:
     """Start a row only when the pool can hold its longest output too, so that it is never preempted; False: its prompt."""
     job_seed: int = 0
     """Seed of the rows that have none of their own; 0 or more."""
+    kv_dtype: str = "auto"
+    """Of the pool, one of KV_DTYPES."""
     check_integrity: bool = False
     """Check the pool's and the tree's books after every step; for tests, slow."""
 
@@ -50,6 +55,8 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.job_seed < 0:
             raise ValueError(f"job_seed is {self.job_seed}: it must be 0 or more")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype is {self.kv_dtype!r}: it must be one of {', '.join(KV_DTYPES)}")
 
     @property
     def kv_tokens(self) -> int:
@@ -208,9 +215,10 @@ class ModelConfig:
             "mlp_bias": self.mlp_bias,
         }
 
-    def kv_bytes_per_token(self, dtype: "str | torch.dtype") -> int:
-        """Bytes of keys and values that one token takes in all layers, in float32, bfloat16 or float16."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _BYTES[str(dtype).removeprefix("torch.")]
+    def kv_bytes_per_token(self, dtype: "str | torch.dtype", kv_dtype: str = "auto") -> int:
+        """Bytes of keys and values that one token takes in all layers; dtype is float32, bfloat16 or float16."""
+        in_dtype = self.head_dim * _BYTES[str(dtype).removeprefix("torch.")]
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim + _SCALE_BYTES if kv_dtype == "int8" else in_dtype)
 
     @property
     def num_parameters(self) -> int:

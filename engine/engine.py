@@ -42,7 +42,7 @@ class Engine:
         """Sequences that hold pages now."""
         self.kv_used_share = 0.0
         self._clock = clock
-        self._runner = Runner(model, config.num_pages)
+        self._runner = Runner(model, config.num_pages, config.kv_dtype)
         self._sampler = Sampler(config.job_seed, model.config.vocab_size)
         self._eos_ids = frozenset(model.config.eos_ids)
 

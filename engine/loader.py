@@ -42,7 +42,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     name: str
     dtype: "torch.dtype"
-    """Of weights, activations and KV."""
+    """Of weights and activations, and of KV unless that is kept in int8."""
     device: str
     """`cpu` or `cuda`."""
 

@@ -13,9 +13,10 @@ class Runner:
     Args:
         model: weights on their device.
         num_pages: pages of the pool, each `ops.page_size(device)` tokens.
+        kv_dtype: of the pool, `auto` or `int8`.
     """
 
-    def __init__(self, model: LoadedModel, num_pages: int) -> None:
+    def __init__(self, model: LoadedModel, num_pages: int, kv_dtype: str = "auto") -> None:
         config = model.config
         self._decoder = model.decoder
         self._device = model.device
@@ -27,6 +28,7 @@ class Runner:
                 head_dim=config.head_dim,
                 dtype=model.dtype,
                 device=model.device,
+                kv_dtype=torch.int8 if kv_dtype == "int8" else None,
             ),
             num_pages,
         )

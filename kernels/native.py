@@ -136,14 +136,14 @@ def _open(path: Path, target: Target, amx: bool = False) -> Native:
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.batchrun_attend.argtypes = [pointer, pointer, pointer, pointer, int32]
     library.batchrun_write_kv.argtypes = [
-        *(pointer, int64, int32, int32),
+        *(pointer, int64, int32, int32, int32),
         *(pointer, int64, int64),
         *(pointer, int64, int64),
         *(pointer, int64, int32),
     ]
-    library.batchrun_move_kv.argtypes = [pointer, int64, int64, int32, pointer, int64, pointer, int32]
+    library.batchrun_move_kv.argtypes = [pointer, int64, int64, int32, int32, pointer, int64, pointer, int32]
     library.batchrun_rotate_and_write.argtypes = [
-        *(pointer, int64, int32, int32, int32),
+        *(pointer, int64, int32, int32, int32, int32),
         *(pointer, int64),
         *(pointer, pointer, pointer, int64),
         *(pointer, int32),

@@ -55,6 +55,7 @@ class _Arguments(ctypes.Structure):
         ("scratch", ctypes.c_void_p),
         ("scratch_size", ctypes.c_int64),
         ("amx_rows", ctypes.c_int32),
+        ("is_int8", ctypes.c_int32),
     ]
 
 
@@ -189,10 +190,11 @@ def _fill_arguments(plan: NativePlan) -> None:
     arguments.num_tasks, arguments.num_pages, arguments.num_merged = len(plan.tasks), plan.kv.num_pages, len(plan.merged)
     for name in ("items", "entries", "tasks", "merged", "merge_offsets", "merge_rows"):
         setattr(arguments, name, getattr(plan, name).ctypes.data)
-    arguments.amx_rows = plan.kv.amx_rows
+    arguments.amx_rows, arguments.is_int8 = plan.kv.amx_rows, config.is_int8
     rows = -(-max(1, TASK_ROWS // config.group) * config.group // AMX_TILE_ROWS) * AMX_TILE_ROWS
-    # Floats: maximum, total and sums of each row; bfloat16: the rows' queries, a block's values.
-    arguments.scratch_size = rows * (2 + config.head_dim) + (rows + BLOCK_KEYS) * config.head_dim // 2
+    # Floats: maximum, total and sums of each row; bfloat16: the rows' queries, a block's values, its keys and values widened.
+    halves = rows + BLOCK_KEYS + (2 * BLOCK_KEYS if config.is_int8 else 0)
+    arguments.scratch_size = rows * (2 + config.head_dim) + halves * config.head_dim // 2
 
 
 def attend(kv: NativeKVCache, layer: int, q: torch.Tensor, plan: NativePlan) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The compiled kernel's pool: pages laid out for dot products of pairs (see csrc/attention.c), written and copied by it."""
+"""The compiled kernel's pool: pages laid out for dot products of pairs (see csrc/pool.h), written and copied by it."""
 
 import torch
 
@@ -19,9 +19,9 @@ class NativeKVCache:
         """Tasks of attention with at least so many query rows use matrix tiles; 0: none does."""
         self.num_pages = num_pages
         self.num_slots = num_pages * PAGE_SIZE
-        self.data = torch.empty(
-            config.num_layers, config.num_kv_heads, num_pages, 2 * PAGE_SIZE * config.head_dim, dtype=config.dtype
-        )
+        dtype = torch.int8 if config.is_int8 else config.dtype
+        elements = PAGE_SIZE * config.head_bytes // dtype.itemsize
+        self.data = torch.empty(config.num_layers, config.num_kv_heads, num_pages, elements, dtype=dtype)
         self.layers = [self.data[layer].data_ptr() for layer in range(config.num_layers)]
         self._scratch: dict[str, torch.Tensor] = {}
 
@@ -43,10 +43,10 @@ def write_kv(kv: NativeKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, sl
     assert slots.dtype == torch.int64, f"slots are {slots.dtype}: expected int64"
     shape = (len(slots), config.num_kv_heads, config.head_dim)
     assert k.shape == v.shape == shape, f"k is {tuple(k.shape)}, v {tuple(v.shape)}: expected {shape}"
-    assert k.dtype == v.dtype == config.dtype, f"k is {k.dtype}, v {v.dtype}: the pool is {config.dtype}"
+    assert k.dtype == v.dtype == config.dtype, f"k is {k.dtype}, v {v.dtype}: expected {config.dtype}"
     k, v, slots = _dense_rows(k), _dense_rows(v), slots.contiguous()
     bad = kv.native.library.batchrun_write_kv(
-        *(kv.layers[layer], kv.num_pages, config.num_kv_heads, config.head_dim),
+        *(kv.layers[layer], kv.num_pages, config.num_kv_heads, config.head_dim, config.is_int8),
         *(k.data_ptr(), k.stride(0), k.stride(1)),
         *(v.data_ptr(), v.stride(0), v.stride(1)),
         *(slots.data_ptr(), len(slots), torch.get_num_threads()),
@@ -68,7 +68,7 @@ def rotate_and_write(
     cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.contiguous()
     q = torch.empty(tokens, config.num_heads, dim, dtype=config.dtype)
     bad = kv.native.library.batchrun_rotate_and_write(
-        *(kv.layers[layer], kv.num_pages, config.num_heads, config.num_kv_heads, dim),
+        *(kv.layers[layer], kv.num_pages, config.num_heads, config.num_kv_heads, dim, config.is_int8),
         *(qkv.data_ptr(), qkv.stride(0)),
         *(cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), tokens),
         *(q.data_ptr(), torch.get_num_threads()),
@@ -83,10 +83,10 @@ def copy_kv(kv: NativeKVCache, source_slots: torch.Tensor, target_slots: torch.T
     assert len(source_slots) == len(target_slots), f"{len(source_slots)} sources for {len(target_slots)} targets"
     assert source_slots.dtype == target_slots.dtype == torch.int64, f"slots are {source_slots.dtype}: expected int64"
     regions = config.num_layers * config.num_kv_heads
-    staging = torch.empty(regions, len(source_slots), 2, config.head_dim, dtype=config.dtype)
+    staging = torch.empty(regions, len(source_slots), config.head_bytes, dtype=torch.uint8)
     for slots, into_pool in ((source_slots.contiguous(), 0), (target_slots.contiguous(), 1)):
         bad = kv.native.library.batchrun_move_kv(
-            *(kv.data.data_ptr(), kv.num_pages, regions, config.head_dim),
+            *(kv.data.data_ptr(), kv.num_pages, regions, config.head_dim, config.is_int8),
             *(slots.data_ptr(), len(slots), staging.data_ptr(), into_pool),
         )
         _refuse(kv, slots, bad)

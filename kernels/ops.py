@@ -42,6 +42,7 @@ __all__ = [
     "gather",
     "invert",
     "linear",
+    "missing_for_int8",
     "native_status",
     "pack_gated_linear",
     "pack_linear",
@@ -99,10 +100,10 @@ def allocate_kv(config: KVConfig, num_pages: int) -> KVCache:
     """A pool for num_pages * page_size tokens. Its contents are undefined until written; attention never uses keys past num_keys.
 
     bfloat16 with a head size that is a multiple of 16 up to 256 is computed by the compiled kernel where CPU and compiler
-    allow it, all else in torch operations.
+    allow it, all else in torch operations. Keys and values in int8 need the compiled kernel.
 
     Raises:
-        ValueError: num_pages below 1, or a device that has no implementation.
+        ValueError: num_pages below 1, a device that has no implementation, or int8 without the compiled kernel.
     """
     page_size(config.device)
     if num_pages < 1:
@@ -112,7 +113,23 @@ def allocate_kv(config: KVConfig, num_pages: int) -> KVCache:
         if isinstance(loaded, native.Native):
             return native_pool.NativeKVCache(config, num_pages, loaded, native_amx.choose(loaded).rows)
     assert _choice in ("auto", "torch"), f"no compiled kernel for {config}: {native_status()}"
+    if config.is_int8:
+        raise ValueError(f"kv_dtype is torch.int8, which {missing_for_int8(config.head_dim)}")
     return cpu.KVCache(config, num_pages)
+
+
+def missing_for_int8(head_dim: int, here: bool = True) -> str | None:
+    """What keeps keys and values of a bfloat16 model from being in int8, `needs ...`; None if nothing does.
+
+    Args:
+        here: with the compiled kernel as it is on this machine, which is built if need be; else of heads of this size alone.
+    """
+    if not native.suits(KVConfig(1, 1, 1, head_dim, torch.bfloat16)):
+        return f"needs heads of a multiple of 16 dimensions up to {native.MAX_HEAD_DIM}, and this model's have {head_dim}"
+    loaded = _load() if here else None
+    if isinstance(loaded, native.NotAvailable):
+        return f"needs the compiled kernel, and there is none ({loaded})"
+    return "needs the compiled kernel, and torch was chosen" if here and _choice == "torch" else None
 
 
 def write_kv(kv: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:

@@ -58,3 +58,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T in float32."""
     return x.float() @ weight.float().T
+
+
+def through_int8(x: torch.Tensor) -> torch.Tensor:
+    """What attention reads of keys or values [..., head_dim] in an int8 pool, bfloat16: NaN where one of a head is not finite."""
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale == 0, 0, (x / scale).round() * scale).bfloat16()

@@ -8,6 +8,8 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAGE_SIZE = 16
 """Tokens per page: small enough that short nodes waste little, large enough that page lists stay short."""
+SCALE_BYTES = 4
+"""A float32: what goes with a token's key, or value, of one head in int8."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class KVConfig:
     """Shape of a model's keys and values.
 
     Raises:
-        ValueError: a size below 1, query heads that are no multiple of the key-value heads, or an unknown dtype.
+        ValueError: a size below 1, query heads that are no multiple of the key-value heads, or a dtype that is unknown or unfit.
     """
 
     num_layers: int
@@ -25,6 +27,8 @@ class KVConfig:
     head_dim: int
     dtype: torch.dtype
     device: str = "cpu"
+    kv_dtype: torch.dtype | None = None
+    """Of keys and values in the pool: None is `dtype`; torch.int8, with a scale per token and head, goes with bfloat16 only."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -34,6 +38,10 @@ class KVConfig:
             raise ValueError(f"num_heads is {self.num_heads}: it must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype}: it must be one of {', '.join(map(str, DTYPES))}")
+        if self.kv_dtype not in (None, self.dtype, torch.int8):
+            raise ValueError(f"kv_dtype is {self.kv_dtype}: it must be {self.dtype}, as dtype is, or torch.int8")
+        if self.is_int8 and self.dtype != torch.bfloat16:
+            raise ValueError(f"kv_dtype is torch.int8 and dtype {self.dtype}: it goes with torch.bfloat16 only")
 
     @property
     def group(self) -> int:
@@ -41,9 +49,19 @@ class KVConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def is_int8(self) -> bool:
+        """Whether keys and values are."""
+        return self.kv_dtype == torch.int8
+
+    @property
+    def head_bytes(self) -> int:
+        """Key and value of one token in one head of one layer."""
+        return 2 * (self.head_dim + SCALE_BYTES if self.is_int8 else self.head_dim * self.dtype.itemsize)
+
+    @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * self.num_kv_heads * self.head_bytes
 
 
 class AttentionItem(NamedTuple):

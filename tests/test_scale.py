@@ -117,7 +117,7 @@ def test_settings_that_end_at_the_context_are_made_once_per_length(monkeypatch: 
 class StubRunner:
     """Stands in for the device: every row's next token is the same."""
 
-    def __init__(self, model: Any, _num_pages: int) -> None:
+    def __init__(self, model: Any, _num_pages: int, _kv_dtype: str) -> None:
         self.logits = torch.zeros(1, model.config.vocab_size)
         self.logits[0, 50] = 1
 

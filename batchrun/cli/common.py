@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import click
 
 from batchrun import options
+from batchrun.engine.config import KV_DTYPES
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.errors import Refused
 from batchrun.options import DEVICES, DTYPES, ORDERS, PromptOptions
@@ -62,6 +63,7 @@ class EngineLimits:
 
     kv_tokens: int | None
     kv_memory: int | None
+    kv_dtype: str
     chunk_tokens: int | None
     max_running: int | None
     order: str
@@ -191,6 +193,13 @@ engine_options = _group(
     _build_engine,
     _option("--kv-tokens", "Size of the KV pool in tokens.  [default: from the file and the machine]", type=int),
     _option("--kv-memory", "Size of the KV pool in memory, instead: 4GiB, 512MB or bytes.", type=parse_size, metavar="SIZE"),
+    _option(
+        "--kv-dtype",
+        "Keep keys and values as --dtype, or in int8: about half of bfloat16's memory, and outputs change.",
+        metavar="|".join(KV_DTYPES),
+        default="auto",
+        show_default=True,
+    ),
     _option(
         "--chunk-tokens",
         "Most prompt tokens computed in one step, beside the decoding rows.  [default: from the machine]",

@@ -1,6 +1,7 @@
 /* Attention over pages of keys in bfloat16.
  *
- * The pool's layout is in pool.h.
+ * The pool's layout is in pool.h. Pages in int8 are widened block by block, once for all query rows of a task, and what follows is
+ * the same.
  *
  * A task is an interval of an item's queries, one kv head and an interval of the item's pages. It goes over its pages in blocks
  * with an online softmax (Milakov and Gimelshein 2018; Dao et al., FlashAttention) and leaves the sum of weights times values,
@@ -20,10 +21,6 @@
 
 #define MERGED_AT_ONCE 8
 #define READING_A_KEY 24 /* as in native_plan.py */
-
-typedef struct {
-    int32_t page, position, low, high; /* keys of lanes [low, high) of the page; `position` is the first one's in the item */
-} Entry;
 
 typedef struct {
     int32_t start, count, num_keys, causal;
@@ -50,7 +47,13 @@ typedef struct {
     float *scratch;
     int64_t scratch_size; /* floats per thread */
     int32_t amx_rows;     /* tasks of at least so many query rows use matrix tiles; 0: none does */
+    int32_t is_int8;      /* the pool's elements are */
 } Plan;
+
+static Head head_of(const Plan *plan, const char *pool, int kv_head) {
+    int64_t page_bytes = bytes_of_page(plan->head_dim, plan->is_int8);
+    return (Head){pool + kv_head * plan->num_pages * page_bytes, page_bytes};
+}
 
 INLINE Floats zero_if_minus_infinity(Floats x) {
     return select(equal(x, broadcast(-INFINITY)), zero(), x);
@@ -60,73 +63,7 @@ INLINE Floats one_if_zero(Floats x) {
     return select(equal(x, zero()), broadcast(1.0f), x);
 }
 
-static const bf16 ZERO_VALUES[2 * MAX_DIM] __attribute__((aligned(64)));
-
 #define MOST_ROWS (AMX_ROWS > TILE_ROWS ? AMX_ROWS : TILE_ROWS)
-
-/* A block of pages, ready to be multiplied. */
-typedef struct {
-    int num_pages, masked; /* masked: some lane holds none of the item's keys */
-    int position[BLOCK_PAGES], low[BLOCK_PAGES], high[BLOCK_PAGES];
-    const bf16 *keys[BLOCK_PAGES];
-    const bf16 *values[BLOCK_PAIRS];
-    bf16 *packed; /* the values for matrix tiles, or NULL */
-    bf16 edges[2 * BLOCK_PAGES][2 * MAX_DIM]; /* copies of pairs of which one key is not the item's, that one zeroed */
-} Block;
-
-static void load_block(Block *block, const bf16 *head, const Entry *entries, int num_pages, int num_keys, int dim) {
-    block->num_pages = num_pages;
-    block->masked = 0;
-    for (int i = 0; i < num_pages; i++) {
-        const bf16 *page = head + (int64_t)entries[i].page * 2 * PAGE * dim;
-        int low = entries[i].low, high = entries[i].high, end = low + num_keys - entries[i].position;
-        if (high > end) high = end;
-        block->position[i] = entries[i].position;
-        block->low[i] = low;
-        block->high[i] = high;
-        block->keys[i] = page;
-        const bf16 **values = block->values + i * PAIRS;
-        for (int j = 0; j < PAIRS; j++) values[j] = page + (PAGE + 2 * j) * (int64_t)dim;
-        if (low == 0 && high == PAGE) continue;
-        block->masked = 1;
-        for (int j = 0; j < PAIRS; j++) {
-            int first = low <= 2 * j && 2 * j < high, second = low <= 2 * j + 1 && 2 * j + 1 < high;
-            if (first && second) continue;
-            if (!first && !second) {
-                values[j] = ZERO_VALUES;
-                continue;
-            }
-            bf16 *copy = block->edges[2 * i + (second ? 0 : 1)];
-            for (int d = 0; d < dim; d++) {
-                copy[2 * d] = first ? values[j][2 * d] : 0;
-                copy[2 * d + 1] = second ? values[j][2 * d + 1] : 0;
-            }
-            values[j] = copy;
-        }
-    }
-}
-
-/* Pages that will be read next. */
-typedef struct {
-    const bf16 *head;
-    const Entry *entries;
-    int num_pages, num_keys;
-} Ahead;
-
-/* Halves of the pages that take the places of a block's `num_pages` when it is done, in the order of memory; the last of them
- * more than once, or none: NULL. Pages beyond are fetched at once. */
-static const bf16 *const *halves_ahead(const Ahead *ahead, int num_pages, int dim, const bf16 **halves) {
-    int count = 0;
-    for (int i = 0; i < ahead->num_pages && ahead->entries[i].position < ahead->num_keys; i++) {
-        const bf16 *page = ahead->head + (int64_t)ahead->entries[i].page * 2 * PAGE * dim;
-        if (i < num_pages)
-            halves[count++] = page, halves[count++] = page + PAGE * dim;
-        else
-            for (int64_t at = 0; at < 2 * PAGE * (int64_t)dim; at += 32) prefetch(page + at);
-    }
-    for (int i = count; i < 2 * num_pages && count; i++) halves[i] = halves[count - 1];
-    return count ? halves : NULL;
-}
 
 /* Rows of a tile and their running state. */
 typedef struct {
@@ -215,13 +152,16 @@ static void attend_tile(const Tile *tile, const Block *block, const bf16 *const 
     add_values(tile, block, ahead ? ahead + num_pages : NULL, num_pages, dim, weights, shrink);
 }
 
-static const bf16 *head_of(const Plan *plan, const bf16 *pool, int kv_head) {
-    return pool + kv_head * plan->num_pages * 2 * PAGE * plan->head_dim;
-}
-
-static Ahead first_block(const Plan *plan, const Task *task, const bf16 *pool) {
+static Ahead first_block(const Plan *plan, const Task *task, const char *pool) {
     return (Ahead){head_of(plan, pool, task->kv_head), plan->entries + task->entry,
                    task->num_entries < BLOCK_PAGES ? task->num_entries : BLOCK_PAGES, plan->items[task->item].num_keys};
+}
+
+/* The block behind the one at entry `e` or, if none is, `following`. */
+static Ahead block_behind(const Task *task, const Entry *entries, int e, int most, const Head *head, const Ahead *following) {
+    int rest = task->num_entries - e - BLOCK_PAGES;
+    if (rest <= 0 || entries[e + BLOCK_PAGES].position >= most) return *following;
+    return (Ahead){*head, entries + e + BLOCK_PAGES, rest < BLOCK_PAGES ? rest : BLOCK_PAGES, most};
 }
 
 /* Into the output, or where the token's partial results are added up. */
@@ -245,18 +185,19 @@ static void leave_results(const Plan *plan, const Task *task, const float *maxim
     }
 }
 
-static void run_task(const Plan *plan, const Task *task, const Ahead *following, const bf16 *pool, const bf16 *q, bf16 *out,
+static void run_task(const Plan *plan, const Task *task, const Ahead *following, const char *pool, const bf16 *q, bf16 *out,
                      float *scratch) {
     const Item item = plan->items[task->item];
     const Entry *entries = plan->entries + task->entry;
-    const bf16 *head = head_of(plan, pool, task->kv_head);
+    const Head head = head_of(plan, pool, task->kv_head);
     int dim = plan->head_dim, heads = plan->num_heads, group = heads / plan->kv_heads, rows = task->count * group;
     float scale = 1.44269504088896340736f / sqrtf((float)dim);
     int matrix = plan->amx_rows && rows >= plan->amx_rows, most_rows = matrix ? AMX_ROWS : TILE_ROWS;
     int tiles = (rows + most_rows - 1) / most_rows, height = (rows + tiles - 1) / tiles;
     int64_t padded = (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS; /* keeps what follows at addresses of whole lines */
     float *maximum = scratch, *total = maximum + padded, *sums = total + padded;
-    bf16 *packed = (bf16 *)(sums + padded * dim);
+    bf16 *packed = (bf16 *)(sums + padded * dim), *values = packed + padded * dim;
+    bf16 *widened = plan->is_int8 ? values + BLOCK_KEYS * dim : NULL;
     for (int r = 0; r < rows; r++) maximum[r] = -INFINITY;
     memset(total, 0, sizeof(float) * (padded + (matrix ? padded : rows) * dim));
     q += ((int64_t)(item.start + task->first) * heads + task->kv_head * group) * dim;
@@ -264,9 +205,9 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
     int limit = item.causal ? item.num_keys - item.count + task->first + 1 : item.num_keys;
     int most = item.causal ? limit + task->count - 1 : limit;
     /* A few rows wait for memory, which is fastest from one end of a page to the other. */
-    int at_once = rows < READING_A_KEY ? 1 : TILE_VECTORS;
+    int at_once = rows < READING_A_KEY && !widened ? 1 : TILE_VECTORS;
     Block block; /* too large to be cleared for every task */
-    block.packed = matrix ? packed + padded * dim : NULL;
+    block.packed = matrix ? values : NULL;
     if (matrix) {
         for (int r = 0; r < rows; r++)
             memcpy(packed + (int64_t)r * dim, q + ((int64_t)(r / group) * heads + r % group) * dim, sizeof(bf16) * dim);
@@ -275,14 +216,13 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
     for (int e = 0; e < task->num_entries && entries[e].position < most; e += BLOCK_PAGES) {
         int rest = task->num_entries - e, pages = rest < BLOCK_PAGES ? rest : BLOCK_PAGES;
         while (entries[e + pages - 1].position >= most) pages--;
-        load_block(&block, head, entries + e, pages, item.num_keys, dim);
-        if (matrix) amx_pack_values(block.values, pages, dim, block.packed);
-        Ahead ahead = *following;
-        if (rest > BLOCK_PAGES && entries[e + BLOCK_PAGES].position < most)
-            ahead = (Ahead){head, entries + e + BLOCK_PAGES, rest < 2 * BLOCK_PAGES ? rest - BLOCK_PAGES : BLOCK_PAGES, most};
+        Ahead ahead = block_behind(task, entries, e, most, &head, following);
         for (int i = e + 2 * BLOCK_PAGES; i < e + 3 * BLOCK_PAGES && i < task->num_entries; i++)
-            prefetch(head + (int64_t)entries[i].page * 2 * PAGE * dim); /* for its translation: the page is fetched a block later */
-        const bf16 *places[2 * BLOCK_PAGES], *const *fetched = halves_ahead(&ahead, block.num_pages, dim, places);
+            prefetch(page_of(&head, entries + i)); /* for its translation: the page is fetched a block later */
+        if (widened) widen_block(&ahead, &head, entries + e, pages, dim, widened);
+        load_block(&block, &head, entries + e, pages, item.num_keys, dim, widened);
+        if (matrix) amx_pack_values(block.values, pages, dim, block.packed);
+        const bf16 *places[2 * BLOCK_PAGES], *const *fetched = widened ? NULL : halves_ahead(&ahead, pages, dim, places);
         for (int i = 0; i < tiles; i++, fetched = NULL) {
             int low = (int)((int64_t)rows * i / tiles), high = (int)((int64_t)rows * (i + 1) / tiles);
             if (matrix) low = i * height, high = i == tiles - 1 ? rows : low + height; /* only the last may write rows too many */
@@ -337,7 +277,8 @@ static void merge_token(const Plan *plan, int64_t index, bf16 *out) {
 
 typedef struct {
     const Plan *plan;
-    const bf16 *pool, *q;
+    const char *pool;
+    const bf16 *q;
     bf16 *out;
 } Step;
 
@@ -357,7 +298,7 @@ static void merge_task(const void *argument, int64_t index, int64_t next, int th
 }
 
 /* pool: the layer's; q, out: [tokens, heads, head_dim]. Every token of the step is written. */
-void batchrun_attend(const Plan *plan, const bf16 *pool, const bf16 *q, bf16 *out, int32_t threads) {
+void batchrun_attend(const Plan *plan, const char *pool, const bf16 *q, bf16 *out, int32_t threads) {
     Step step = {plan, pool, q, out};
     share_out(threads, plan->num_tasks, attend_task, &step);
     share_out(threads, (plan->num_merged + MERGED_AT_ONCE - 1) / MERGED_AT_ONCE, merge_task, &step);

@@ -159,6 +159,30 @@ INLINE void store_half_of_pairs(bf16 *pairs, int second, Halves x) {
     _mm512_mask_storeu_epi16(pairs, mine, second ? _mm512_slli_epi32(wide, 16) : wide);
 }
 
+/* 16 int8. */
+INLINE Floats load_bytes(const int8_t *from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+}
+
+/* To the nearest whole number, the even one of two; of numbers that an int8 holds. */
+INLINE void store_bytes(int8_t *to, Floats x) {
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(round_to_even(x))));
+}
+
+/* As store_bytes, one half of each of 16 pairs; the bytes of the other one are left alone. */
+INLINE void store_half_of_byte_pairs(int8_t *pairs, int second, Floats x) {
+    __m256i wide = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(round_to_even(x)));
+    __mmask32 mine = second ? 0xaaaaaaaa : 0x55555555;
+    _mm256_mask_storeu_epi8(pairs, mine, second ? _mm256_slli_epi16(wide, 8) : wide);
+}
+
+/* The first number in every other lane, the second one in those between. */
+INLINE Floats alternate(const float *two) {
+    double both;
+    memcpy(&both, two, sizeof both);
+    return _mm512_castpd_ps(_mm512_set1_pd(both));
+}
+
 INLINE Pairs load_pairs(const void *from) {
     return _mm512_loadu_si512(from);
 }

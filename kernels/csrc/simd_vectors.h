@@ -27,7 +27,11 @@ typedef float FloatPart __attribute__((vector_size(BYTES)));
 typedef int32_t IntPart __attribute__((vector_size(BYTES)));
 typedef uint32_t BitPart __attribute__((vector_size(BYTES)));
 typedef double DoublePart __attribute__((vector_size(BYTES)));
+typedef int64_t LongPart __attribute__((vector_size(BYTES)));
 typedef uint16_t HalfPart __attribute__((vector_size(BYTES / 2)));
+typedef int16_t ShortPart __attribute__((vector_size(BYTES / 2)));
+typedef int16_t AllShorts __attribute__((vector_size(2 * LANES)));
+typedef int8_t AllBytes __attribute__((vector_size(LANES)));
 typedef float FewFloats __attribute__((vector_size(BYTES / 2)));
 
 typedef struct {
@@ -247,6 +251,41 @@ INLINE void store_half_of_pairs(bf16 *pairs, int second, Halves x) {
     bf16 all[LANES];
     store_halves(all, LANES, x);
     for (int i = 0; i < LANES; i++) pairs[2 * i + second] = all[i];
+}
+
+/* In two steps: a vector of fewer than 16 bytes GCC converts one by one. */
+INLINE Floats load_bytes(const int8_t *from) {
+    AllBytes bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    AllShorts wide = __builtin_convertvector(bytes, AllShorts);
+    Floats x;
+    EACH_PART {
+        ShortPart some;
+        memcpy(&some, (const char *)&wide + i * BYTES / 2, sizeof some);
+        x.part[i] = __builtin_convertvector(__builtin_convertvector(some, IntPart), FloatPart);
+    }
+    return x;
+}
+
+/* To the nearest whole number, the even one of two; of numbers that an int8 holds. */
+INLINE void store_bytes(int8_t *to, Floats x) {
+    float wide[LANES];
+    store_floats(wide, round_small(x));
+    for (int i = 0; i < LANES; i++) to[i] = (int8_t)wide[i];
+}
+
+INLINE void store_half_of_byte_pairs(int8_t *pairs, int second, Floats x) {
+    int8_t all[LANES];
+    store_bytes(all, x);
+    for (int i = 0; i < LANES; i++) pairs[2 * i + second] = all[i];
+}
+
+INLINE Floats alternate(const float *two) {
+    int64_t both;
+    memcpy(&both, two, sizeof both);
+    Floats x;
+    EACH_PART x.part[i] = (FloatPart)((LongPart){0} + both);
+    return x;
 }
 
 INLINE Pairs load_pairs(const void *from) {

@@ -111,6 +111,7 @@ def test_options_have_the_command_lines_names(pipeline: Pipeline, table: pa.Tabl
         stop="x",
         seed=3,
         kv_memory="2KiB",
+        kv_dtype="int8",
         no_dedupe=True,
         template=template,
         keep_columns=["id"],
@@ -119,7 +120,7 @@ def test_options_have_the_command_lines_names(pipeline: Pipeline, table: pa.Tabl
     options = pipeline.options
     assert options is not None
     assert (options.model, options.seed, options.kv_memory, options.dedupe, options.prefix_cache) == ("m", 3, 2048, False, True)
-    assert (options.sampling.max_tokens, options.sampling.stop) == (5, ("x",))
+    assert (options.sampling.max_tokens, options.sampling.stop, options.kv_dtype) == (5, ("x",), "int8")
     assert (options.prompt.template, options.keep_columns) == ("{{ prompt }}!", ("id",))
 
 
@@ -151,6 +152,7 @@ def test_every_option_of_the_command_line_is_known_here() -> None:
         ({"stop": ["a", 5]}, "--stop holds 5: it must be a string or a list of strings"),
         ({"system": 5}, "--system is 5: it must be a string"),
         ({"kv_memory": 1.5}, "--kv-memory is 1.5: it must be a whole number or a string"),
+        ({"kv_dtype": "int4"}, "--kv-dtype is 'int4': it must be one of auto, int8"),
         ({"template": 5}, "--template is 5: it must be a string or a path"),
         ({"threads": "2"}, "--threads is '2': it must be a whole number"),
         ({"quiet": "yes"}, "--quiet is 'yes': it must be True or False"),

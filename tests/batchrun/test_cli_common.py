@@ -60,6 +60,8 @@ def test_every_option_reaches_its_field(tmp_path: Path) -> None:
         *(
             "--kv-memory",
             "1.5GiB",
+            "--kv-dtype",
+            "int8",
             "--chunk-tokens",
             "64",
             "--max-running",
@@ -86,7 +88,7 @@ def test_every_option_reaches_its_field(tmp_path: Path) -> None:
         ignore_eos=True,
     )
     assert got["model"] == ModelChoice("m", "cpu", "float32", 2)
-    assert got["engine"] == EngineLimits(None, 3 * 2**29, 64, 9, "given", False, False)
+    assert got["engine"] == EngineLimits(None, 3 * 2**29, "int8", 64, 9, "given", False, False)
     assert parsed("--prompt-column", "q", "--raw")["prompt"] == PromptOptions(prompt_column="q", raw=True)
     assert parsed("--messages-column", "m")["prompt"] == PromptOptions(messages_column="m")
     assert parsed("--kv-tokens", "5")["engine"].kv_tokens == 5

@@ -50,14 +50,14 @@ def test_options_reach_the_pipeline(play: Callable[[Pipeline], None], tmp_path: 
     play(lambda options, progress, stop: seen.append(options) or result(options.output))
     arguments = ["a.parquet", "b/*.parquet", "-o", str(tmp_path / "out"), "--seed", "5", "--kv-tokens", "99", "--no-dedupe"]
     arguments += ["--resume", "--flush-seconds", "2.5", "--output-prefix", "x_", "--keep-columns", "id,t", "--return-token-ids"]
-    arguments += ["--max-tokens", "3", "--system", "s", "--model", "m", "--threads", "2"]
+    arguments += ["--max-tokens", "3", "--system", "s", "--model", "m", "--threads", "2", "--kv-dtype", "int8"]
     assert main(["run", *arguments]) == 0
     (options,) = seen
     assert options.inputs == ("a.parquet", "b/*.parquet")
     assert options.output == tmp_path / "out"
     assert (options.seed, options.kv_tokens, options.dedupe, options.resume, options.overwrite) == (5, 99, False, True, False)
     assert (options.flush_seconds, options.output_prefix, options.keep_columns) == (2.5, "x_", ("id", "t"))
-    assert (options.return_token_ids, options.model, options.threads) == (True, "m", 2)
+    assert (options.return_token_ids, options.model, options.threads, options.kv_dtype) == (True, "m", 2, "int8")
     assert (options.sampling.max_tokens, options.prompt.system) == (3, "s")
 
 

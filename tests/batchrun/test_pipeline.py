@@ -12,8 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrun import hardware, pipeline
+from batchrun.engine import loader
+from batchrun.engine.device import attention_status
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.errors import Refused, Stopped
+from batchrun.kernels import native
 from batchrun.options import PromptOptions, RunOptions
 from batchrun.pipeline import RunResult, run
 from batchrun.plan_report import plan_job
@@ -42,6 +45,7 @@ SUMMARY_KEYS = [
     "model",
     "device",
     "dtype",
+    "kv_dtype",
 ]
 TIMING_COLUMNS = {
     "queue_ms", "prefill_ms", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "latency_ms", "started_at",
@@ -261,6 +265,56 @@ def test_what_no_row_could_change_is_refused_before_rows_or_model_are_read(
     with pytest.raises(Refused, match=message):
         job.run({"prompt": PROMPTS}, **{"overwrite": "resume" not in options, **options})
     assert sorted(path.name for path in job.folder.iterdir()) == ["input.parquet", "out.parquet"]
+
+
+@pytest.fixture
+def compiled() -> None:
+    if not attention_status().startswith("compiled"):
+        pytest.skip(attention_status())
+
+
+INT8 = {"dtype": "bfloat16", "kv_dtype": "int8"}
+
+
+@pytest.mark.usefixtures("compiled")
+def test_keys_in_int8_take_about_half_the_memory_and_are_named_in_the_summary(job: Job) -> None:
+    plain = job.run({"prompt": PROMPTS}, dtype="bfloat16", kv_memory=1 << 20)
+    small = job.run({"prompt": PROMPTS}, kv_memory=1 << 20, output=job.folder / "small.parquet", **INT8)
+    assert (plain.summary["dtype"], plain.summary["kv_dtype"]) == ("bfloat16", "bfloat16")
+    assert (small.summary["dtype"], small.summary["kv_dtype"]) == ("bfloat16", "int8")
+    # Head dim 16: 2 x 16 bytes of bfloat16, or 16 of int8 and a scale of 4.
+    assert small.summary["kv_pool_tokens"] / plain.summary["kv_pool_tokens"] == pytest.approx(32 / 20, rel=0.02)
+    assert small.summary["failed"] == 0
+
+
+@pytest.mark.usefixtures("compiled")
+def test_resume_with_keys_in_another_type_is_refused(job: Job) -> None:
+    polls = iter([False, False, True])
+    with pytest.raises(Stopped):
+        job.run({"prompt": PROMPTS}, stop=lambda: next(polls), **INT8)
+    with pytest.raises(Refused, match=r"kv-dtype \('int8' -> 'auto'\)"):
+        job.run({"prompt": PROMPTS}, resume=True, dtype="bfloat16")
+    assert job.run({"prompt": PROMPTS}, resume=True, **INT8).summary["failed"] == 0
+    with pytest.raises(Refused, match=r"kv-dtype \('int8' -> 'auto'\)"):
+        job.run({"prompt": PROMPTS}, resume=True, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "auto"])
+def test_keys_in_int8_go_with_bfloat16_only(job: Job, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda: False)
+    computed = "float32" if dtype == "auto" else dtype
+    message = f"--kv-dtype is int8, which goes with bfloat16, and the job computes in {computed}: add --dtype bfloat16, or leave"
+    with pytest.raises(Refused, match=message):
+        job.run({"prompt": PROMPTS}, kv_dtype="int8", dtype=dtype)
+    assert [path.name for path in job.folder.iterdir()] == ["input.parquet"]
+
+
+def test_keys_in_int8_without_the_compiled_kernel_are_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda _: native.NotAvailable("no C compiler found: install gcc or clang"))
+    message = r"needs the compiled kernel, and there is none \(no C compiler found: install gcc or clang\): leave --kv-dtype out"
+    with pytest.raises(Refused, match=message):
+        job.run({"prompt": PROMPTS}, **INT8)
+    assert [path.name for path in job.folder.iterdir()] == ["input.parquet"]
 
 
 def test_a_plan_for_this_machine_refuses_a_pool_beyond_it(job: Job, tmp_path: Path) -> None:

@@ -77,6 +77,28 @@ def test_kv_bytes_per_token_count_kv_heads_not_query_heads(tmp_path: Path, bare_
         assert (report.num_heads, report.num_kv_heads) == (4, kv_heads)
 
 
+def test_keys_in_int8_halve_the_pool_and_want_bfloat16(tmp_path: Path, bare_model: str, target: str) -> None:
+    config = Path(bare_model) / "config.json"
+    values = json.loads(config.read_text())
+    path = parquet(tmp_path, prompt=["the cat"])
+
+    def plan(head_dim: int, **options: Any) -> PlanReport:
+        config.write_text(json.dumps({**values, "head_dim": head_dim}))
+        return plan_job(RunOptions((path,), Path("unused.parquet"), model=bare_model, **options), target)
+
+    plain, small = plan(128), plan(128, kv_dtype="int8")
+    assert (plain.kv_dtype, small.kv_dtype) == ("bfloat16", "int8")
+    assert small.kv_bytes_per_token == 2 * 2 * 2 * (128 + 4), "keys and values, 2 layers, 2 heads, numbers and a scale"
+    assert small.kv_bytes_per_token / plain.kv_bytes_per_token == pytest.approx(0.5, abs=0.02)
+    assert small.kv_pool_tokens == plain.kv_pool_tokens
+    assert small.kv_pool_bytes == small.kv_pool_tokens * small.kv_bytes_per_token
+    assert f"{small.kv_bytes_per_token} bytes in int8 (4 query heads, 2 KV heads)" in str(small)
+    with pytest.raises(Refused, match="--kv-dtype is int8, which goes with bfloat16, and the job computes in float32"):
+        plan(128, kv_dtype="int8", dtype="float32")
+    with pytest.raises(Refused, match="needs heads of a multiple of 16 dimensions up to 256, and this model's have 72"):
+        plan(72, kv_dtype="int8")
+
+
 def test_a_faster_target_is_predicted_to_be_faster(tmp_path: Path, bare_model: str, target: str) -> None:
     path = parquet(tmp_path, prompt=[f"the cat {number}" for number in range(50)])
     slow, fast = planned(path, bare_model, target), planned(path, bare_model, "h200")

@@ -41,6 +41,7 @@ def test_sizes_of_smollm2() -> None:
     assert config.head_dim == 64
     assert config.kv_bytes_per_token("bfloat16") == 23_040
     assert config.kv_bytes_per_token("float32") == 46_080
+    assert config.kv_bytes_per_token("bfloat16", "int8") == 12_240
     assert config.num_parameters == 134_515_008
     assert (config.eos_ids, config.bos_id) == ((2,), 1)
 
@@ -145,5 +146,7 @@ def test_engine_config_checks_its_counts() -> None:
     for name in sizes:
         with pytest.raises(ValueError, match=f"{name} is 0"):
             EngineConfig(**{**sizes, name: 0})
+    with pytest.raises(ValueError, match="kv_dtype is 'int4': it must be one of auto, int8"):
+        EngineConfig(**sizes, kv_dtype="int4")
     with pytest.raises(ValueError, match="job_seed is -1"):
         EngineConfig(**sizes, job_seed=-1)

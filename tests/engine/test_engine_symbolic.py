@@ -40,7 +40,7 @@ def next_token(history: tuple[int, ...]) -> int:
 class SymbolicRunner:
     """Checks visibility; see the module's docstring."""
 
-    def __init__(self, model: object, num_pages: int) -> None:
+    def __init__(self, model: object, num_pages: int, kv_dtype: str) -> None:
         self.written: dict[int, tuple[int, int]] = {}
         self.segments: list[KeySegment] = []
 

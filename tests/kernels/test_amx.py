@@ -57,21 +57,24 @@ class Step(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    kv_dtype: torch.dtype | None = None
 
     def attend(self, library: native.Native, least_rows: int, poison: float = float("nan")) -> torch.Tensor:
         """In a pool full of poison but for the items' keys; in tiles from `least_rows` query rows on, 0: none."""
         slots, kv_heads, dim = self.k.shape
         pages = -(-slots // PAGE)
-        kv = native_pool.NativeKVCache(KVConfig(1, self.q.shape[1], kv_heads, dim, torch.bfloat16), pages, library, least_rows)
+        config = KVConfig(1, self.q.shape[1], kv_heads, dim, torch.bfloat16, kv_dtype=self.kv_dtype)
+        kv = native_pool.NativeKVCache(config, pages, library, least_rows)
         used = torch.cat([torch.tensor(reference.item_slots(item), dtype=torch.int64) for item in self.items]).unique()
-        kv.data.fill_(poison)
+        kv.data.fill_(-1 if self.kv_dtype else poison)  # four bytes of -1 are a scale of NaN
         native_pool.write_kv(kv, 0, self.k[used], self.v[used], used)
         return native_plan.attend(kv, 0, self.q, native_plan.build_plan(kv, self.items, len(self.q)))
 
     def check(self, library: native.Native, least_rows: int = 1, poison: float = float("nan")) -> torch.Tensor:
         """Against the float32 reference, and more closely against the dot products."""
         out = self.attend(library, least_rows, poison)
-        torch.testing.assert_close(out.float(), reference.attend(self.q, self.k, self.v, self.items), atol=8e-3, rtol=1.6e-2)
+        k, v = (reference.through_int8(x) if self.kv_dtype else x for x in (self.k, self.v))
+        torch.testing.assert_close(out.float(), reference.attend(self.q, k, v, self.items), atol=8e-3, rtol=1.6e-2)
         torch.testing.assert_close(out, self.attend(library, 0, poison), atol=2e-3, rtol=1e-2)
         return out
 
@@ -112,14 +115,26 @@ def test_tiles_match_the_reference_and_the_dot_products(emulated: native.Native,
 
 
 @needs_kernel
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_tiles_on_keys_in_int8_match_the_reference_and_the_dot_products(emulated: native.Native, dim: int) -> None:
+    step = make_step(COUNTS, (6, 2), dim, overlay=(70, 45))._replace(kv_dtype=torch.int8)
+    before = products(emulated)
+    step.check(emulated)
+    assert products(emulated) > before
+
+
+@needs_kernel
 @pytest.mark.parametrize("causal", [True, False])
 def test_any_number_of_rows(emulated: native.Native, causal: bool) -> None:
     make_step([(rows, 200 + rows % 48, causal) for rows in range(1, 201)], (1, 1), 32).check(emulated)
 
 
 @needs_kernel
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_nothing_behind_a_threads_scratch_is_written(emulated: native.Native, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_behind_a_threads_scratch_is_written(
+    emulated: native.Native, dim: int, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held: list[tuple[torch.Tensor, int]] = []
 
     def scratch(kv: native_pool.NativeKVCache, name: str, size: int) -> int:
@@ -128,7 +143,7 @@ def test_nothing_behind_a_threads_scratch_is_written(emulated: native.Native, di
 
     monkeypatch.setattr(native_pool.NativeKVCache, "scratch", scratch)
     for queries in (*range(150, 194), 300):
-        make_step([(queries, 400, False)], (1, 1), dim).attend(emulated, 1)
+        make_step([(queries, 400, False)], (1, 1), dim)._replace(kv_dtype=kv_dtype).attend(emulated, 1)
     assert all(bool((memory[size:] == 7.0).all()) for memory, size in held)
 
 

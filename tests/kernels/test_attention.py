@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,33 +23,32 @@ PAGE = ops.page_size("cpu")
 
 
 class Way(NamedTuple):
-    """A dtype and the implementation that computes it."""
+    """A dtype, the implementation that computes it, and what keys and values are kept in if in something else."""
 
     dtype: torch.dtype
     choice: str
+    kv_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}-{self.choice}"
+        return f"{str(self.dtype).removeprefix('torch.')}-{self.choice}{'-int8' if self.kv_dtype else ''}"
 
 
+FLOAT32 = Way(torch.float32, "torch")
 WAYS = [Way(dtype, "torch") for dtype in TOLERANCE]
-WAYS += [Way(torch.bfloat16, target.name) for target in runnable(processor())]
-
-
-def choose(way: Way, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    monkeypatch.setattr(ops, "_choice", way.choice)
-    if way.choice != "torch" and not ops.native_status().startswith("compiled"):
-        pytest.skip(ops.native_status())
-    return way.dtype
+WAYS += [Way(torch.bfloat16, target.name, kept) for target in runnable(processor()) for kept in (None, torch.int8)]
 
 
 @pytest.fixture
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """The dtype of the test's way, whose implementation `ops` is made to take."""
-    return choose(request.param, monkeypatch)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """The test's way, whose implementation `ops` is made to take."""
+    found: Way = request.param
+    monkeypatch.setattr(ops, "_choice", found.choice)
+    if found.choice != "torch" and not ops.native_status().startswith("compiled"):
+        pytest.skip(ops.native_status())
+    return found
 
 
-in_each_way = pytest.mark.parametrize("dtype", WAYS, ids=str, indirect=True)
+in_each_way = pytest.mark.parametrize("way", WAYS, ids=str, indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -138,18 +137,18 @@ class Case:
         return ops.attend(self.kv, layer, self.q, ops.build_plan(self.kv, self.items, len(self.q)))
 
     def reference(self) -> torch.Tensor:
-        return reference.attend(self.q, self.k, self.v, self.items)
+        kept = reference.through_int8 if self.kv.config.is_int8 else torch.Tensor.float
+        return reference.attend(self.q, kept(self.k), kept(self.v), self.items)
 
 
-def make_case(
-    step: Step, heads: tuple[int, int], dim: int, dtype: torch.dtype, poison: float = float("nan"), seed: int = 0
-) -> Case:
+def make_case(step: Step, heads: tuple[int, int], dim: int, way: Way, poison: float = float("nan"), seed: int = 0) -> Case:
     num_pages = step.slot // PAGE + 4
     slots = num_pages * PAGE
     items = [
         item._replace(runs=[(first % slots if first < 0 else first, count) for first, count in item.runs]) for item in step.items
     ]
-    kv = ops.allocate_kv(KVConfig(2, heads[0], heads[1], dim, dtype), num_pages)
+    dtype = way.dtype
+    kv = ops.allocate_kv(KVConfig(2, heads[0], heads[1], dim, dtype, kv_dtype=way.kv_dtype), num_pages)
     generator = torch.Generator().manual_seed(0)
     k = torch.full((slots, heads[1], dim), poison).to(dtype)
     v = k.clone()
@@ -162,8 +161,8 @@ def make_case(
     return Case(kv, items, torch.randn(step.tokens, heads[0], dim, generator=generator).to(dtype), k, v)
 
 
-def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    atol, rtol = TOLERANCE[dtype]
+def assert_close(out: torch.Tensor, expected: torch.Tensor, way: Way) -> None:
+    atol, rtol = TOLERANCE[way.dtype]
     torch.testing.assert_close(out.float(), expected, atol=atol, rtol=rtol)
 
 
@@ -186,28 +185,26 @@ def pairwise(grid: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
     return chosen
 
 
-def check_grid_case(heads: tuple[int, int], dim: int, dtype: torch.dtype, poison: float, step: str) -> None:
-    case = make_case(STEPS[step](), heads, dim, dtype, poison)
+def check_grid_case(heads: tuple[int, int], dim: int, way: Way, poison: float, step: str) -> None:
+    case = make_case(STEPS[step](), heads, dim, way, poison)
     out = case.attend()
-    assert out.dtype == dtype
-    assert_close(out, case.reference(), dtype)
+    assert out.dtype == way.dtype
+    assert_close(out, case.reference(), way)
 
 
-@pytest.mark.parametrize(("heads", "dim", "dtype", "poison", "step"), pairwise(FULL_GRID), indirect=["dtype"], ids=str)
-def test_matches_reference(heads: tuple[int, int], dim: int, dtype: torch.dtype, poison: float, step: str) -> None:
-    check_grid_case(heads, dim, dtype, poison, step)
+@pytest.mark.parametrize(("heads", "dim", "way", "poison", "step"), pairwise(FULL_GRID), indirect=["way"], ids=str)
+def test_matches_reference(heads: tuple[int, int], dim: int, way: Way, poison: float, step: str) -> None:
+    check_grid_case(heads, dim, way, poison, step)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "dim", "dtype", "poison", "step"), FULL_GRID, indirect=["dtype"], ids=str)
-def test_matches_reference_on_the_full_grid(
-    heads: tuple[int, int], dim: int, dtype: torch.dtype, poison: float, step: str
-) -> None:
-    check_grid_case(heads, dim, dtype, poison, step)
+@pytest.mark.parametrize(("heads", "dim", "way", "poison", "step"), FULL_GRID, indirect=["way"], ids=str)
+def test_matches_reference_on_the_full_grid(heads: tuple[int, int], dim: int, way: Way, poison: float, step: str) -> None:
+    check_grid_case(heads, dim, way, poison, step)
 
 
 @in_each_way
-def test_matches_reference_on_keys_too_long_to_gather(dtype: torch.dtype) -> None:
+def test_matches_reference_on_keys_too_long_to_gather(way: Way) -> None:
     step = Step()
     step.own(1, 2049)
     step.own(1, 2100, [(step.slot + 1200, 1000), (step.slot, 1104)])
@@ -215,47 +212,47 @@ def test_matches_reference_on_keys_too_long_to_gather(dtype: torch.dtype) -> Non
     step.own(3, 2051)
     step.own(40, 2300)
     step.shared(0, 5, 2200)
-    case = make_case(step, (9, 3), 64, dtype)
-    assert_close(case.attend(), case.reference(), dtype)
+    case = make_case(step, (9, 3), 64, way)
+    assert_close(case.attend(), case.reference(), way)
 
 
-@pytest.mark.parametrize("dtype", [way for way in WAYS if way.dtype != torch.float32], ids=str, indirect=True)
-def test_scores_far_from_zero_stay_exact(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", [way for way in WAYS if way.dtype != torch.float32], ids=str, indirect=True)
+def test_scores_far_from_zero_stay_exact(way: Way) -> None:
     """Keys with a large common part, as trained models have: every score is near 60 and only their differences count."""
-    case = make_case(prefill_step(), (9, 3), 64, dtype)
+    case = make_case(prefill_step(), (9, 3), 64, way)
     common = 2 * torch.ones(64)
-    case.q = (case.q.float() * 0.25 + 4).to(dtype)
+    case.q = (case.q.float() * 0.25 + 4).to(way.dtype)
     used = ~case.k.isnan()
-    case.k = torch.where(used, (case.k.float() + common).to(dtype), case.k)
+    case.k = torch.where(used, (case.k.float() + common).to(way.dtype), case.k)
     ops.write_kv(case.kv, 1, case.k, case.v, torch.arange(len(case.k)))
-    assert_close(case.attend(), case.reference(), dtype)
+    assert_close(case.attend(), case.reference(), way)
 
 
 @in_each_way
 @pytest.mark.parametrize("step", STEPS)
-def test_nan_query_spoils_its_own_row_only(dtype: torch.dtype, step: str) -> None:
-    case = make_case(STEPS[step](), (9, 3), 64, dtype)
+def test_nan_query_spoils_its_own_row_only(way: Way, step: str) -> None:
+    case = make_case(STEPS[step](), (9, 3), 64, way)
     expected, clean = case.reference(), case.q[3].clone()
     case.q[3] = torch.nan
     out = case.attend()
     assert bool(out[3].isnan().all())
     others = torch.arange(len(out)) != 3
-    assert_close(out[others], expected[others], dtype)
+    assert_close(out[others], expected[others], way)
     case.q[3] = clean  # nothing of it stays in memory that is used again
-    assert_close(case.attend(), expected, dtype)
+    assert_close(case.attend(), expected, way)
 
 
 @in_each_way
-def test_item_without_keys_merges_as_absent(dtype: torch.dtype) -> None:
+def test_item_without_keys_merges_as_absent(way: Way) -> None:
     step = Step()
     step.own(1, 17)
     step.own(1, 0)
     step.own(40, 0)
     step.shared(0, 1, 111)
-    case = make_case(step, (9, 3), 64, dtype)
+    case = make_case(step, (9, 3), 64, way)
     out = case.attend()
     assert bool((out[1:] == 0).all())
-    assert_close(out, case.reference(), dtype)
+    assert_close(out, case.reference(), way)
     own, _, _, shared = case.items
     alone = Case(case.kv, [own, shared], case.q[:1], case.k, case.v).attend()
     case.items.append(AttentionItem(0, 42, case.items[1].runs, 0, False))
@@ -266,7 +263,7 @@ def test_item_without_keys_merges_as_absent(dtype: torch.dtype) -> None:
 
 
 @in_each_way
-def test_advanced_plan_equals_a_new_one(dtype: torch.dtype) -> None:
+def test_advanced_plan_equals_a_new_one(way: Way) -> None:
     """Over lengths at which an item appears, pads differently, or is gathered no longer."""
     step = Step()
     for num_keys in (0, 1, 15, 31, 200, cpu_plan.GATHER_MAX_KEYS - 2):
@@ -278,13 +275,13 @@ def test_advanced_plan_equals_a_new_one(dtype: torch.dtype) -> None:
     long = Step(step.items, step.slot, step.tokens)
     grown = [item._replace(num_keys=item.num_keys + 6) if item.causal else item for item in step.items]
     long.items = grown
-    case = make_case(long, (9, 3), 64, dtype)
+    case = make_case(long, (9, 3), 64, way)
     plan = ops.build_plan(case.kv, step.items, step.tokens)
     for added in range(1, 7):
         ops.advance_plan(plan)
         items = [item._replace(num_keys=item.num_keys + added) if item.causal else item for item in step.items]
         assert torch.equal(ops.attend(case.kv, 1, case.q, plan), Case(case.kv, items, case.q, case.k, case.v).attend())
-    assert_close(ops.attend(case.kv, 1, case.q, plan), case.reference(), dtype)
+    assert_close(ops.attend(case.kv, 1, case.q, plan), case.reference(), way)
 
 
 def test_advance_refuses_to_leave_the_reserved_slots() -> None:
@@ -296,20 +293,20 @@ def test_advance_refuses_to_leave_the_reserved_slots() -> None:
 
 def test_plan_serves_every_layer_and_results_do_not_alias() -> None:
     for step in (decode_step(), Step(decode_step().items[:7], decode_step().slot, 7)):
-        case = make_case(step, (9, 3), 64, torch.float32, poison=0.5)
+        case = make_case(step, (9, 3), 64, FLOAT32, poison=0.5)
         plan = ops.build_plan(case.kv, case.items, len(case.q))
         first = ops.attend(case.kv, 1, case.q, plan)
         kept = first.clone()
         other = ops.attend(case.kv, 0, case.q, plan)
         assert torch.equal(first, kept)
         expected = reference.attend(case.q, case.k.flip(0), case.v.flip(0), case.items)
-        assert_close(other, expected, torch.float32)
+        assert_close(other, expected, FLOAT32)
 
 
 @in_each_way
-def test_strided_query_is_accepted(dtype: torch.dtype) -> None:
-    case = make_case(prefill_step(), (9, 3), 64, dtype)
-    wide = torch.zeros(len(case.q), 15, 64, dtype=dtype)
+def test_strided_query_is_accepted(way: Way) -> None:
+    case = make_case(prefill_step(), (9, 3), 64, way)
+    wide = torch.zeros(len(case.q), 15, 64, dtype=way.dtype)
     wide[:, :9] = case.q
     expected = case.attend()
     case.q = wide[:, :9]
@@ -339,7 +336,7 @@ from batchrun.kernels import ops
 from batchrun.kernels.ops import AttentionItem, KVConfig
 from batchrun.kernels.targets import processor, runnable
 torch.manual_seed(0)
-kv = ops.allocate_kv(KVConfig(1, 9, 3, 64, torch.bfloat16), 64)
+kv = ops.allocate_kv(KVConfig(1, 9, 3, 64, torch.bfloat16, kv_dtype=kept), 64)
 ops.write_kv(kv, 0, torch.randn(1024, 3, 64).bfloat16(), torch.randn(1024, 3, 64).bfloat16(), torch.arange(1024))
 items = [AttentionItem(i, 1, [(i * 64, 64)], 20 + i, True) for i in range(8)]
 items += [AttentionItem(8, 60, [(512, 80)], 80, True), AttentionItem(0, 68, [(640, 300)], 300, False)]
@@ -349,12 +346,12 @@ out = ops.linear(out.flatten(1), ops.pack_linear(torch.randn(960, 576).bfloat16(
 """
 
 
-@pytest.mark.parametrize("dtype", [way for way in WAYS if way.dtype == torch.bfloat16], ids=str, indirect=True)
-def test_same_inputs_give_the_same_bits_in_any_process(dtype: torch.dtype) -> None:
-    choice = f"from batchrun.kernels import ops\nops._choice = {ops._choice!r}\n"
+@pytest.mark.parametrize("way", [way for way in WAYS if way.dtype == torch.bfloat16], ids=str, indirect=True)
+def test_same_inputs_give_the_same_bits_in_any_process(way: Way) -> None:
+    choice = f"import torch\nfrom batchrun.kernels import ops\nops._choice, kept = {ops._choice!r}, {way.kv_dtype}\n"
     script = choice + FINGERPRINT + "\nprint(out.view(torch.int16).numpy().tobytes().hex())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    names: dict[str, torch.Tensor] = {}
+    names: dict[str, Any] = {"kept": way.kv_dtype}
     for _ in range(2):
         exec(FINGERPRINT, names)
         here = names["out"].view(torch.int16).numpy().tobytes().hex()
