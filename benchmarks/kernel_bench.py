@@ -1,4 +1,4 @@
-"""Times the operations at SmolLM2-135M's shapes: `python benchmarks/kernel_bench.py [--threads N] [--dtype bfloat16]`.
+"""Times the operations at SmolLM2-135M's shapes: `python kernel_bench.py [--threads N] [--dtype bfloat16] [--kv-dtype int8]`.
 
 Layers rotate through a pool larger than the cache, as in a real step. The machine may be shared: the figure is the fastest
 of many calls, and only ratios within one run mean much. With `--threads 1` it is processor time, which other programs disturb
@@ -53,7 +53,7 @@ def report(name: str, seconds: float, flop: float = 0.0, num_bytes: float = 0.0)
     print(f"{name:44}{seconds * 1e6:10.0f} us{rate}", flush=True)
 
 
-def bench_linear(dtype: torch.dtype) -> None:
+def bench_linear(dtype: torch.dtype, _: torch.dtype | None) -> None:
     """One layer's products, the layers in turn, so that the weights come from memory: ours, and in torch operations."""
     shapes = ((HIDDEN + 2 * KV_HEADS * HEAD_DIM, HIDDEN), (HIDDEN, HIDDEN), (2 * MLP, HIDDEN), (HIDDEN, MLP))
     weights = [[torch.randn(*shape).to(dtype) for shape in shapes] for _ in range(LINEAR_LAYERS)]
@@ -73,13 +73,13 @@ def bench_linear(dtype: torch.dtype) -> None:
             report(f"{name}, a layer of {rows} rows", typical(one_layer, 0.5), flop)
 
 
-def bench_elementwise(dtype: torch.dtype) -> None:
+def bench_elementwise(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     for rows in (64, 512):
         x, weight = torch.randn(rows, HIDDEN).to(dtype), torch.ones(HIDDEN).to(dtype)
         qkv, gate_up = torch.randn(rows, 15, HEAD_DIM).to(dtype), torch.randn(rows, 2 * MLP).to(dtype)
         angle = torch.randn(rows, HEAD_DIM)
         cos, sin = angle.cos(), angle.sin()
-        kv = ops.allocate_kv(KVConfig(1, HEADS, KV_HEADS, HEAD_DIM, dtype), rows)
+        kv = ops.allocate_kv(KVConfig(1, HEADS, KV_HEADS, HEAD_DIM, dtype, kv_dtype=kv_dtype), rows)
         slots = torch.arange(rows) * 3
         width = dtype.itemsize * rows
         calls: list[tuple[str, Callable[[], object], int]] = [
@@ -111,8 +111,8 @@ def prefill_items(tokens: int, cached: int) -> list[AttentionItem]:
     return [own, AttentionItem(0, tokens, [(tokens, cached)], cached, False)] if cached else [own]
 
 
-def bench_attention(dtype: torch.dtype) -> None:
-    kv = ops.allocate_kv(KVConfig(LAYERS, HEADS, KV_HEADS, HEAD_DIM, dtype), 6000)
+def bench_attention(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    kv = ops.allocate_kv(KVConfig(LAYERS, HEADS, KV_HEADS, HEAD_DIM, dtype, kv_dtype=kv_dtype), 6000)
     generator = torch.Generator().manual_seed(0)
     for layer in range(LAYERS):
         rows = torch.randn(6000 * 16, KV_HEADS, HEAD_DIM, generator=generator).to(dtype)
@@ -146,14 +146,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--only", choices=("linear", "elementwise", "attention"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    dtype = getattr(torch, arguments.dtype)
+    dtype, kv_dtype = getattr(torch, arguments.dtype), torch.int8 if arguments.kv_dtype == "int8" else None
     benches = {"linear": bench_linear, "elementwise": bench_elementwise, "attention": bench_attention}
     for name, bench in benches.items():
         if arguments.only in (None, name):
-            bench(dtype)
+            bench(dtype, kv_dtype)
 
 
 if __name__ == "__main__":

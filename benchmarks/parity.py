@@ -4,8 +4,9 @@
     python parity.py compare MODEL DATA.parquet ... --reference FOLDER    # batchrun, in several ways, against it
     python parity.py rounding MODEL DATA.parquet ... --reference FOLDER   # what bfloat16 alone does, by transformers
 
-A row may differ from a position on where the reference's two best logits lie within 1e-4 (`--variant bfloat16`: 0.5, less than
-the largest gap over which transformers' own bfloat16 tips, see `rounding`), and nowhere else. Exit code 1 when one does.
+A row may differ from a position on where the reference's two best logits lie within 1e-4, and nowhere else. For the variants
+`bfloat16` and `int8-kv` it is 0.5, less than the largest gap over which transformers' own bfloat16 tips, see `rounding`. Exit
+code 1 when one does.
 """
 
 import argparse
@@ -23,8 +24,10 @@ import pyarrow.parquet as pq
 from reference import ReferenceRow, bfloat16_gaps, content_hash, read_reference, reference_path, write_reference
 
 NEAR_TIE = 1e-4
-NEAR_TIE_BFLOAT16 = 0.5
 BFLOAT16 = "bfloat16"
+INT8 = "int8-kv"
+NEAR_TIES = {BFLOAT16: 0.5, INT8: 0.5}
+"""Of variants in another arithmetic, which are run only when they are asked for."""
 SMALL_POOL = "small-pool"
 VARIANTS: dict[str, list[str]] = {
     "defaults": [],
@@ -32,7 +35,8 @@ VARIANTS: dict[str, list[str]] = {
     "order-given": ["--order", "given"],
     "chunk-16": ["--chunk-tokens", "16"],
     SMALL_POOL: [],  # through the engine: the program reserves a row's output, so that it never preempts
-    BFLOAT16: ["--dtype", "bfloat16"],  # another arithmetic: only when it is asked for
+    BFLOAT16: ["--dtype", "bfloat16"],
+    INT8: ["--dtype", "bfloat16", "--kv-dtype", "int8"],
 }
 
 
@@ -197,7 +201,7 @@ def print_rounding(model: Path, data: list[Path], folder: Path, threads: int) ->
 
 def _report(name: str, variant: str, reference: list[ReferenceRow], answers: Answers) -> int:
     found = differences(reference, answers)
-    near_tie = NEAR_TIE_BFLOAT16 if variant == BFLOAT16 else NEAR_TIE
+    near_tie = NEAR_TIES.get(variant, NEAR_TIE)
     unexcused = sum(not difference.excused(near_tie) for difference in found)
     verdict = f"{len(reference) - len(found)} of {len(reference)} rows equal, {len(found) - unexcused} excused, {unexcused} wrong"
     print(f"{name:14} {variant:16} {verdict} ({answers.note})", flush=True)
@@ -235,7 +239,7 @@ def main() -> None:
     if args.command == "rounding":
         print_rounding(args.model, args.data, args.reference, args.threads)
         return
-    variants = args.variant or [variant for variant in VARIANTS if variant != BFLOAT16]
+    variants = args.variant or [variant for variant in VARIANTS if variant not in NEAR_TIES]
     sys.exit(1 if compare(args.model, args.data, args.reference, args.rows, variants, args.threads) else 0)
 
 
