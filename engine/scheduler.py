@@ -97,6 +97,8 @@ class Scheduler:
         return [state for state in map(self._row, rows) if not state.sequences[0].output_ids and state.unfinished]
 
     def _next_waiting(self) -> Sequence | None:
+        while self._requeued and self._requeued[0][1].status is Status.FINISHED:
+            heapq.heappop(self._requeued)  # preempted without a token, it got its first and last one from another row's step
         if self._requeued:
             return self._requeued[0][1]
         while True:

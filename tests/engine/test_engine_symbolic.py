@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchrun.engine import engine as engine_module
@@ -140,6 +140,18 @@ PROMPTS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=24), min_siz
     chunk=st.sampled_from([1, 5, 64]),
     running=st.sampled_from([1, 3, 50]),
     long_run=st.sampled_from([1, 3, 32]),
+)
+@example(  # a row is preempted, and finishes while it waits to run again
+    prompts=[*[[1]] * 3, [2, 1, 1, 1], *[[2, 1, 1, 2, 2, 1, 2, 1, 1, 1, 1]] * 2, [1, 1, 2, *[1] * 14], [2, 1, 1, 1, 1], [1] * 16],
+    lengths=[1, 1, 1, 1, 2, 2, 6, 2, 3, 1, 1, 1],
+    order="plan",
+    reserve=False,
+    shared=True,
+    n=1,
+    pool=(20, 4),
+    chunk=5,
+    running=50,
+    long_run=1,
 )
 def test_every_row_equals_itself_alone_whatever_the_batch(
     prompts: list[list[int]],
