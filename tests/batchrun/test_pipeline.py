@@ -13,7 +13,6 @@ import pytest
 
 from batchrun import hardware, pipeline
 from batchrun.engine import loader
-from batchrun.engine.device import attention_status
 from batchrun.engine.sampling_params import SamplingParams
 from batchrun.errors import Refused, Stopped
 from batchrun.kernels import native
@@ -267,16 +266,10 @@ def test_what_no_row_could_change_is_refused_before_rows_or_model_are_read(
     assert sorted(path.name for path in job.folder.iterdir()) == ["input.parquet", "out.parquet"]
 
 
-@pytest.fixture
-def compiled() -> None:
-    if not attention_status().startswith("compiled"):
-        pytest.skip(attention_status())
-
-
 INT8 = {"dtype": "bfloat16", "kv_dtype": "int8"}
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled_kernel")
 def test_keys_in_int8_take_about_half_the_memory_and_are_named_in_the_summary(job: Job) -> None:
     plain = job.run({"prompt": PROMPTS}, dtype="bfloat16", kv_memory=1 << 20)
     small = job.run({"prompt": PROMPTS}, kv_memory=1 << 20, output=job.folder / "small.parquet", **INT8)
@@ -287,7 +280,7 @@ def test_keys_in_int8_take_about_half_the_memory_and_are_named_in_the_summary(jo
     assert small.summary["failed"] == 0
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled_kernel")
 def test_resume_with_keys_in_another_type_is_refused(job: Job) -> None:
     polls = iter([False, False, True])
     with pytest.raises(Stopped):

@@ -12,8 +12,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchrun.engine.device import attention_status
-
 WAYS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "no prefix cache": {"prefix_cache": False},
@@ -49,10 +47,7 @@ def agreement(ids: list[list[int]], others: list[list[int]]) -> float:
 
 
 @pytest.fixture
-def run(run_job: Callable[..., Any], tiny_model_folder: Path) -> Callable[..., Any]:
-    if not attention_status().startswith("compiled"):
-        pytest.skip(attention_status())
-
+def run(run_job: Callable[..., Any], tiny_model_folder: Path, compiled_kernel: object) -> Callable[..., Any]:
     def run_prompts(**options: Any) -> Any:
         given = {"max_tokens": 24, "dtype": "bfloat16", "kv_dtype": "int8", **options}
         return run_job(pa.table({"prompt": prompts()}), model=tiny_model_folder, **given)

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 POISONS = (float("nan"), float("inf"), 3e38)
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (8e-3, 1.6e-2), torch.float16: (1e-3, 2e-3)}
 PAGE = ops.page_size("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Way(NamedTuple):
@@ -39,24 +40,14 @@ WAYS += [Way(torch.bfloat16, target.name, kept) for target in runnable(processor
 
 
 @pytest.fixture
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+def way(request: pytest.FixtureRequest, compute_with: Callable[[str], None]) -> Way:
     """The test's way, whose implementation `ops` is made to take."""
     found: Way = request.param
-    monkeypatch.setattr(ops, "_choice", found.choice)
-    if found.choice != "torch" and not ops.native_status().startswith("compiled"):
-        pytest.skip(ops.native_status())
+    compute_with(found.choice)
     return found
 
 
 in_each_way = pytest.mark.parametrize("way", WAYS, ids=str, indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

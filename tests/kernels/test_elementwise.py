@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -36,18 +37,12 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
 WAYS = [(dtype, "torch") for dtype in DTYPES] + [(torch.bfloat16, target.name) for target in runnable(processor())]
 
 
-def choose(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_choice", choice)
-    if choice != "torch" and not ops.native_status().startswith("compiled"):
-        pytest.skip(ops.native_status())
-
-
 @pytest.mark.parametrize(("dtype", "choice"), WAYS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_operations_match_the_reference_and_leave_their_arguments(
-    dtype: torch.dtype, choice: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, choice: str, rows: int, compute_with: Callable[[str], None]
 ) -> None:
-    choose(choice, monkeypatch)
+    compute_with(choice)
     x, weight = draw(rows, 576, dtype=dtype), draw(576, dtype=dtype, seed=1)
     residual = draw(rows, 576, dtype=dtype, seed=2)
     qkv = draw(rows, 15, 64, dtype=dtype, seed=3)
@@ -70,9 +65,9 @@ def test_operations_match_the_reference_and_leave_their_arguments(
 
 @pytest.mark.parametrize(("dtype", "choice"), WAYS)
 def test_turned_queries_keys_and_values_match_the_reference_through_attention(
-    dtype: torch.dtype, choice: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, choice: str, compute_with: Callable[[str], None]
 ) -> None:
-    choose(choice, monkeypatch)
+    compute_with(choice)
     qkv, slots = draw(111, 15, 64, dtype=dtype), torch.randperm(128, generator=torch.Generator().manual_seed(1))[:111]
     cos, sin = (t.to(dtype) for t in angles(111, 64))
     kv = ops.allocate_kv(ops.KVConfig(2, 9, 3, 64, dtype), 8)
@@ -115,8 +110,8 @@ def test_rotary_takes_angles_in_the_models_dtype() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "choice"), WAYS)
-def test_packed_linear_matches_the_reference(dtype: torch.dtype, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose(choice, monkeypatch)
+def test_packed_linear_matches_the_reference(dtype: torch.dtype, choice: str, compute_with: Callable[[str], None]) -> None:
+    compute_with(choice)
     weight = draw(960, 576, dtype=dtype) * 0.05
     packed = ops.pack_linear(weight)
     for rows in ROWS:
@@ -157,7 +152,7 @@ torch.testing.assert_close(ops.linear(x, packed).float(), x.float() @ weight.flo
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the setting is of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="ONEDNN_MAX_CPU_ISA takes away instructions of x86-64 alone")
 def test_where_onednn_has_no_bfloat16_the_weight_stays_as_it_is() -> None:
     # As on processors without AVX-512, where torch's packing raises.
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}

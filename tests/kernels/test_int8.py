@@ -1,35 +1,15 @@
 """Keys and values in int8: what the pool holds, and that nothing outside an item's keys is read. Attention: test_attention.py."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from batchrun.kernels import cpu, native, native_plan, native_pool, ops, reference
 from batchrun.kernels.ops import AttentionItem, KVConfig
-from batchrun.kernels.targets import Target, processor, runnable
+from batchrun.kernels.targets import processor, runnable
 
 PAGE = ops.page_size("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 each_target = pytest.mark.parametrize("target", runnable(processor()), ids=lambda target: target.name, indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target | None:
-    """What `ops` is made to compute with, in tests of each target."""
-    found: Target | None = getattr(request, "param", None)
-    if found:
-        monkeypatch.setattr(ops, "_choice", found.name)
-        if not ops.native_status().startswith("compiled"):
-            pytest.skip(ops.native_status())
-    return found
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

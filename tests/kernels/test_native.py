@@ -15,31 +15,10 @@ from batchrun.kernels.ops import AttentionItem, KVConfig
 from batchrun.kernels.targets import TARGETS, Processor, Target, processor, runnable
 
 PAGE = ops.page_size("cpu")
-LOADED = native.load()
-needs_kernel = pytest.mark.skipif(not isinstance(LOADED, native.Native), reason=str(LOADED))
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_kernel = pytest.mark.usefixtures("compiled_kernel")
 RUNNABLE = runnable(processor())
 each_target = pytest.mark.parametrize("target", RUNNABLE, ids=lambda target: target.name, indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target | None:
-    """What `ops` is made to compute with, in tests of each target."""
-    found: Target | None = getattr(request, "param", None)
-    if found:
-        monkeypatch.setattr(ops, "_choice", found.name)
-        if not ops.native_status().startswith("compiled"):
-            pytest.skip(ops.native_status())
-    return found
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -221,13 +200,8 @@ def test_other_dtypes_and_head_sizes_are_left_to_torch(dtype: torch.dtype, dim: 
     assert not isinstance(ops.allocate_kv(KVConfig(1, 4, 1, dim, dtype), 1), native_pool.NativeKVCache)
 
 
-@pytest.mark.parametrize("target", RUNNABLE, ids=lambda target: target.name)
-def test_the_sources_build_for_each_target_wherever_there_is_a_compiler(target: Target) -> None:
-    # Every other test of the kernel is left out when there is none: a source that does not compile must not look like that.
-    try:
-        native._compiler()
-    except native.NotAvailable as reason:
-        pytest.skip(str(reason))
+@each_target
+def test_a_target_that_is_asked_for_is_what_gets_built(target: Target) -> None:
     loaded = native.load(target.name)
     assert isinstance(loaded, native.Native), str(loaded)
     assert loaded.target is target
@@ -308,8 +282,9 @@ class TestBuild:
         for target in RUNNABLE:
             monkeypatch.setattr(native, "runnable", lambda _, target=target: [target, RUNNABLE[-1]])
             native.load.cache_clear()
-            path = native.load().path  # type: ignore[union-attr]
-            assert ops.native_status() == f"compiled for {target.title}: {path}"
+            loaded = native.load()
+            assert isinstance(loaded, native.Native)
+            assert ops.native_status() == f"compiled for {target.title}: {loaded.path}"
 
     def test_missing_compiler_is_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.suited(monkeypatch, tmp_path)

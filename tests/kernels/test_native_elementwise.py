@@ -1,17 +1,14 @@
 """The compiled kernel's norms, gates and rotary embedding, against torch's operations, bit by bit where they round alike."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from batchrun.kernels import cpu, native, native_pool, ops
+from batchrun.kernels import cpu, native_pool, ops
 from batchrun.kernels.ops import KVConfig
 from batchrun.kernels.targets import processor, runnable
-
-LOADED = native.load()
-pytestmark = pytest.mark.skipif(not isinstance(LOADED, native.Native), reason=str(LOADED))
 
 ROWS = (1, 15, 17, 111)
 WIDTHS = (1, 31, 64, 576, 1536)
@@ -22,12 +19,8 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(params=[target.name for target in runnable(processor())], autouse=True)
-def native_on_one_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ops, "_choice", request.param)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def native_on_one_thread(request: pytest.FixtureRequest, compute_with: Callable[[str], None], one_thread: None) -> None:
+    compute_with(request.param)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,15 +1,12 @@
 """The compiled kernel's linear layers, against float64 sums and bit by bit against themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from batchrun.kernels import native, native_linear, ops
+from batchrun.kernels import native_linear, ops
 from batchrun.kernels.targets import processor, runnable
-
-LOADED = native.load()
-pytestmark = pytest.mark.skipif(not isinstance(LOADED, native.Native), reason=str(LOADED))
 
 SHAPES = [(1, 2), (10, 100), (63, 576), (64, 64), (65, 30), (960, 576), (576, 1536), (200, 6000)]
 """(outputs, inputs): fewer and more than a panel, parts of a panel, long sums."""
@@ -22,13 +19,11 @@ WAYS = [("native", 1), ("native", 3), *((target.name, 2) for target in runnable(
 
 
 @pytest.fixture(params=WAYS, ids=str, autouse=True)
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def threads(request: pytest.FixtureRequest, compute_with: Callable[[str], None], threads_as_before: None) -> int:
     choice, count = request.param
-    monkeypatch.setattr(ops, "_choice", choice)
-    before = torch.get_num_threads()
+    compute_with(choice)
     torch.set_num_threads(count)
-    yield count
-    torch.set_num_threads(before)
+    return int(count)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,23 +1,24 @@
 """The largest logit and the drawn token: compiled and in torch, against definitions written out."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from batchrun.kernels import native, ops
+from batchrun.kernels import ops
 from batchrun.kernels.sampling import invert, weight_scale, whole_weights
 from batchrun.kernels.targets import processor, runnable
 
 VOCAB = 1003  # not a multiple of any vector width
-needs_kernel = pytest.mark.skipif(isinstance(native.load(), native.NotAvailable), reason="no compiled kernel here")
-TARGETS = [pytest.param(target.name, marks=needs_kernel) for target in runnable(processor())]
-CHOICES = [pytest.param("torch"), *TARGETS]
+TARGETS = [target.name for target in runnable(processor())]
+CHOICES = ["torch", *TARGETS]
 
 
 @pytest.fixture(params=CHOICES)
-def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def choice(request: pytest.FixtureRequest, compute_with: Callable[[str], None]) -> str:
     """Which implementation computes."""
-    monkeypatch.setattr(ops, "_choice", request.param)
+    compute_with(request.param)
     return str(request.param)
 
 
@@ -90,21 +91,21 @@ def test_a_draw_depends_on_its_own_row_alone(choice: str) -> None:
         assert alone.item() == token
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_compiled_draws_equal_those_in_torch(monkeypatch: pytest.MonkeyPatch, threads: int, target: str) -> None:
+def test_compiled_draws_equal_those_in_torch(
+    compute_with: Callable[[str], None], threads_as_before: None, threads: int, name: str
+) -> None:
     logits, generator = random_logits(2000), torch.Generator().manual_seed(2)
     rest = torch.rand(2000, generator=generator) + 0.1, torch.rand(2000, generator=generator) * 0.1
     uniform = torch.rand(2000, generator=generator, dtype=torch.float64)
     tokens: dict[str, list[int]] = {}
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    for choice in ("torch", target):
-        monkeypatch.setattr(ops, "_choice", choice)
+    for choice in ("torch", name):
+        compute_with(choice)
         place, _ = ops.best(logits)
         tokens[choice] = ops.draw(logits, ops.Draws(torch.arange(2000), place, *rest, uniform)).tolist()
-    torch.set_num_threads(before)
-    assert sum(a != b for a, b in zip(tokens["torch"], tokens[target], strict=True)) <= 1
+    assert sum(a != b for a, b in zip(tokens["torch"], tokens[name], strict=True)) <= 1
 
 
 def test_rows_outside_the_logits_are_refused(choice: str) -> None:

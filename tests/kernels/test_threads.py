@@ -4,29 +4,21 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from batchrun.kernels import native, native_linear
 
-LOADED = native.load()
-pytestmark = pytest.mark.skipif(not isinstance(LOADED, native.Native), reason=str(LOADED))
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("compiled_kernel", "threads_as_before")
 
 
 def layer(rows: int) -> tuple[torch.Tensor, native_linear.NativeLinear]:
-    assert isinstance(LOADED, native.Native)
+    loaded = native.load()
+    assert isinstance(loaded, native.Native), loaded
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(1000, 64, generator=generator).bfloat16()
-    return torch.randn(rows, 64, generator=generator).bfloat16(), native_linear.pack(LOADED, weight)
+    return torch.randn(rows, 64, generator=generator).bfloat16(), native_linear.pack(loaded, weight)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7, 32])
