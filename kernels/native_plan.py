@@ -56,6 +56,7 @@ class _Arguments(ctypes.Structure):
         ("scratch_size", ctypes.c_int64),
         ("amx_rows", ctypes.c_int32),
         ("is_int8", ctypes.c_int32),
+        ("few_rows", ctypes.c_int32),
     ]
 
 
@@ -190,7 +191,7 @@ def _fill_arguments(plan: NativePlan) -> None:
     arguments.num_tasks, arguments.num_pages, arguments.num_merged = len(plan.tasks), plan.kv.num_pages, len(plan.merged)
     for name in ("items", "entries", "tasks", "merged", "merge_offsets", "merge_rows"):
         setattr(arguments, name, getattr(plan, name).ctypes.data)
-    arguments.amx_rows, arguments.is_int8 = plan.kv.amx_rows, config.is_int8
+    arguments.amx_rows, arguments.is_int8, arguments.few_rows = plan.kv.amx_rows, config.is_int8, READING_A_KEY
     rows = -(-max(1, TASK_ROWS // config.group) * config.group // AMX_TILE_ROWS) * AMX_TILE_ROWS
     # Floats: maximum, total and sums of each row; bfloat16: the rows' queries, a block's values, its keys and values widened.
     halves = rows + BLOCK_KEYS + (2 * BLOCK_KEYS if config.is_int8 else 0)

@@ -20,7 +20,6 @@
 #include "tiles.h"
 
 #define MERGED_AT_ONCE 8
-#define READING_A_KEY 24 /* as in native_plan.py */
 
 typedef struct {
     int32_t start, count, num_keys, causal;
@@ -48,6 +47,7 @@ typedef struct {
     int64_t scratch_size; /* floats per thread */
     int32_t amx_rows;     /* tasks of at least so many query rows use matrix tiles; 0: none does */
     int32_t is_int8;      /* the pool's elements are */
+    int32_t few_rows;     /* tasks of fewer query rows mostly wait for memory */
 } Plan;
 
 static Head head_of(const Plan *plan, const char *pool, int kv_head) {
@@ -205,7 +205,7 @@ static void run_task(const Plan *plan, const Task *task, const Ahead *following,
     int limit = item.causal ? item.num_keys - item.count + task->first + 1 : item.num_keys;
     int most = item.causal ? limit + task->count - 1 : limit;
     /* A few rows wait for memory, which is fastest from one end of a page to the other. */
-    int at_once = rows < READING_A_KEY && !widened ? 1 : TILE_VECTORS;
+    int at_once = rows < plan->few_rows && !widened ? 1 : TILE_VECTORS;
     Block block; /* too large to be cleared for every task */
     block.packed = matrix ? values : NULL;
     if (matrix) {
@@ -290,16 +290,14 @@ static void attend_task(const void *argument, int64_t index, int64_t next, int t
     run_task(plan, plan->tasks + index, &following, step->pool, step->q, step->out, plan->scratch + thread * plan->scratch_size);
 }
 
-static void merge_task(const void *argument, int64_t index, int64_t next, int thread) {
-    (void)next, (void)thread;
+static void merge_tokens(const void *argument, int64_t first, int64_t end) {
     const Step *step = argument;
-    int64_t end = (index + 1) * MERGED_AT_ONCE;
-    for (int64_t i = index * MERGED_AT_ONCE; i < end && i < step->plan->num_merged; i++) merge_token(step->plan, i, step->out);
+    for (int64_t i = first; i < end; i++) merge_token(step->plan, i, step->out);
 }
 
 /* pool: the layer's; q, out: [tokens, heads, head_dim]. Every token of the step is written. */
 void batchrun_attend(const Plan *plan, const char *pool, const bf16 *q, bf16 *out, int32_t threads) {
     Step step = {plan, pool, q, out};
     share_out(threads, plan->num_tasks, attend_task, &step);
-    share_out(threads, (plan->num_merged + MERGED_AT_ONCE - 1) / MERGED_AT_ONCE, merge_task, &step);
+    share_rows(threads, plan->num_merged, MERGED_AT_ONCE, merge_tokens, &step);
 }

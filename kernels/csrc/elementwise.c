@@ -44,45 +44,41 @@ static void norm_row(const bf16 *x, const bf16 *residual, const bf16 *weight, fl
 
 typedef struct {
     const bf16 *x, *residual, *weight;
-    int64_t x_row, residual_row, rows, width;
+    int64_t x_row, residual_row, width;
     float eps;
     bf16 *sum, *out;
 } Norm;
 
-static void norm_task(const void *argument, int64_t index, int64_t next, int thread) {
-    (void)next, (void)thread;
+static void norm_rows(const void *argument, int64_t first, int64_t end) {
     const Norm *job = argument;
-    int64_t end = (index + 1) * ROWS_AT_ONCE;
-    for (int64_t r = index * ROWS_AT_ONCE; r < end && r < job->rows; r++) {
+    for (int64_t r = first; r < end; r++) {
         const bf16 *residual = job->residual ? job->residual + r * job->residual_row : NULL;
         bf16 *sum = residual ? job->sum + r * job->width : NULL;
         norm_row(job->x + r * job->x_row, residual, job->weight, job->eps, sum, job->out + r * job->width, job->width);
     }
 }
 
-static void share_rows(int threads, int64_t rows, int64_t width, TaskFunction *task, const void *job) {
-    share_out(rows * width < THREADED_ELEMENTS ? 1 : threads, (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, task, job);
+static int threads_for(int64_t elements, int threads) {
+    return elements < THREADED_ELEMENTS ? 1 : threads;
 }
 
 /* out = x / sqrt(mean(x^2) + eps) * weight over rows of `width`. Where residual is not NULL, sum = x + residual, rounded, takes
  * the place of x. x and residual have dense rows; sum and out are dense. */
 void batchrun_rms_norm(const bf16 *x, int64_t x_row, const bf16 *residual, int64_t residual_row, const bf16 *weight, float eps,
                        bf16 *sum, bf16 *out, int64_t rows, int64_t width, int32_t threads) {
-    Norm job = {x, residual, weight, x_row, residual_row, rows, width, eps, sum, out};
-    share_rows(threads, rows, width, norm_task, &job);
+    Norm job = {x, residual, weight, x_row, residual_row, width, eps, sum, out};
+    share_rows(threads_for(rows * width, threads), rows, ROWS_AT_ONCE, norm_rows, &job);
 }
 
 typedef struct {
     const bf16 *gate_up;
-    int64_t row, rows, width;
+    int64_t row, width;
     bf16 *out;
 } Gate;
 
-static void gate_task(const void *argument, int64_t index, int64_t next, int thread) {
-    (void)next, (void)thread;
+static void gate_rows(const void *argument, int64_t first, int64_t end) {
     const Gate *job = argument;
-    int64_t end = (index + 1) * ROWS_AT_ONCE;
-    for (int64_t r = index * ROWS_AT_ONCE; r < end && r < job->rows; r++) {
+    for (int64_t r = first; r < end; r++) {
         const bf16 *gates = job->gate_up + r * job->row, *ups = gates + job->width;
         for (int64_t d = 0; d < job->width; d += 16) {
             int64_t left = job->width - d;
@@ -94,25 +90,22 @@ static void gate_task(const void *argument, int64_t index, int64_t next, int thr
 
 /* out = silu(gate) * up of rows [2 * width], gate first; silu is rounded before the product. out is dense. */
 void batchrun_silu_mul(const bf16 *gate_up, int64_t row, bf16 *out, int64_t rows, int64_t width, int32_t threads) {
-    Gate job = {gate_up, row, rows, width, out};
-    share_rows(threads, rows, width, gate_task, &job);
+    Gate job = {gate_up, row, width, out};
+    share_rows(threads_for(rows * width, threads), rows, ROWS_AT_ONCE, gate_rows, &job);
 }
 
 #define GATHERED_AT_ONCE 64
 
 typedef struct {
     const char *table;
-    int64_t row, count;
+    int64_t row;
     const int64_t *which;
     char *out;
 } Gather;
 
-static void gather_task(const void *argument, int64_t index, int64_t next, int thread) {
-    (void)next, (void)thread;
+static void gather_rows(const void *argument, int64_t first, int64_t end) {
     const Gather *job = argument;
-    int64_t end = (index + 1) * GATHERED_AT_ONCE;
-    for (int64_t i = index * GATHERED_AT_ONCE; i < end && i < job->count; i++)
-        memcpy(job->out + i * job->row, job->table + job->which[i] * job->row, job->row);
+    for (int64_t i = first; i < end; i++) memcpy(job->out + i * job->row, job->table + job->which[i] * job->row, job->row);
 }
 
 /* out[i] = table[which[i]], dense rows of `row` bytes. Returns -1, or the first i whose place is outside [0, rows), with nothing
@@ -120,8 +113,7 @@ static void gather_task(const void *argument, int64_t index, int64_t next, int t
 int64_t batchrun_gather(const char *table, int64_t row, int64_t rows, const int64_t *which, int64_t count, char *out, int32_t threads) {
     for (int64_t i = 0; i < count; i++)
         if (which[i] < 0 || which[i] >= rows) return i;
-    Gather job = {table, row, count, which, out};
-    int enough = count * row >= THREADED_ELEMENTS;
-    share_out(enough ? threads : 1, (count + GATHERED_AT_ONCE - 1) / GATHERED_AT_ONCE, gather_task, &job);
+    Gather job = {table, row, which, out};
+    share_rows(threads_for(count * row / (int64_t)sizeof(bf16), threads), count, GATHERED_AT_ONCE, gather_rows, &job);
     return -1;
 }

@@ -49,14 +49,11 @@ typedef struct {
     const bf16 *v;
     int64_t v_token, v_head;
     const int64_t *slots;
-    int64_t tokens;
 } Write;
 
-static void write_task(const void *argument, int64_t index, int64_t next, int thread) {
-    (void)next, (void)thread;
+static void write_tokens(const void *argument, int64_t first, int64_t end) {
     const Write *job = argument;
-    int64_t end = (index + 1) * TOKENS_AT_ONCE;
-    for (int64_t t = index * TOKENS_AT_ONCE; t < end && t < job->tokens; t++)
+    for (int64_t t = first; t < end; t++)
         for (int h = 0; h < job->kv_heads; h++)
             store_token(&job->pool, h, job->slots[t], job->k + t * job->k_token + h * job->k_head,
                         job->v + t * job->v_token + h * job->v_head);
@@ -69,8 +66,8 @@ int64_t batchrun_write_kv(char *pool, int64_t num_pages, int32_t kv_heads, int32
                           int64_t tokens, int32_t threads) {
     int64_t bad = find_bad_slot(slots, tokens, num_pages);
     if (bad >= 0) return bad;
-    Write job = {pool_of(pool, num_pages, dim, is_int8), kv_heads, k, k_token, k_head, v, v_token, v_head, slots, tokens};
-    share_out(threads, (tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE, write_task, &job);
+    Write job = {pool_of(pool, num_pages, dim, is_int8), kv_heads, k, k_token, k_head, v, v_token, v_head, slots};
+    share_rows(threads, tokens, TOKENS_AT_ONCE, write_tokens, &job);
     return -1;
 }
 
@@ -96,16 +93,13 @@ typedef struct {
     int64_t qkv_token;
     const bf16 *cosine, *sine;
     const int64_t *slots;
-    int64_t tokens;
     bf16 *q;
 } Rotation;
 
-static void rotate_task(const void *argument, int64_t index, int64_t next, int thread) {
-    (void)next, (void)thread;
+static void rotate_tokens(const void *argument, int64_t first, int64_t end) {
     const Rotation *job = argument;
     int dim = job->pool.dim;
-    int64_t end = (index + 1) * TOKENS_AT_ONCE;
-    for (int64_t t = index * TOKENS_AT_ONCE; t < end && t < job->tokens; t++) {
+    for (int64_t t = first; t < end; t++) {
         const bf16 *cosine = job->cosine + t * dim, *sine = job->sine + t * dim, *from = job->qkv + t * job->qkv_token;
         bf16 key[MAX_DIM];
         for (int h = 0; h < job->heads; h++) turn(from + h * dim, cosine, sine, dim, job->q + (t * job->heads + h) * dim);
@@ -124,8 +118,8 @@ int64_t batchrun_rotate_and_write(char *pool, int64_t num_pages, int32_t heads, 
                                   int64_t tokens, bf16 *q, int32_t threads) {
     int64_t bad = find_bad_slot(slots, tokens, num_pages);
     if (bad >= 0) return bad;
-    Rotation job = {pool_of(pool, num_pages, dim, is_int8), heads, kv_heads, qkv, qkv_token, cosine, sine, slots, tokens, q};
-    share_out(threads, (tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE, rotate_task, &job);
+    Rotation job = {pool_of(pool, num_pages, dim, is_int8), heads, kv_heads, qkv, qkv_token, cosine, sine, slots, q};
+    share_rows(threads, tokens, TOKENS_AT_ONCE, rotate_tokens, &job);
     return -1;
 }
 

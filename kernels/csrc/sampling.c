@@ -14,9 +14,7 @@ typedef struct {
     uint8_t *finite;
 } Best;
 
-static void best_task(const void *argument, int64_t r, int64_t next, int thread) {
-    (void)next, (void)thread;
-    const Best *job = argument;
+static void best_of_row(const Best *job, int64_t r) {
     const bf16 *from = job->logits + r * job->row;
     Floats most = broadcast(-INFINITY);
     Ints where = count_from(0);
@@ -34,11 +32,15 @@ static void best_task(const void *argument, int64_t r, int64_t next, int thread)
     job->finite[r] = !any(nan) && largest - largest == 0.0f;
 }
 
+static void best_rows(const void *job, int64_t first, int64_t end) {
+    for (int64_t r = first; r < end; r++) best_of_row(job, r);
+}
+
 /* best: the largest logit's place, the lowest among equals; any place where the row holds NaN. finite: whether that logit is
  * finite and no other is NaN. logits: rows of `width` < 2^31 numbers, `row` apart. */
 void batchrun_best(const bf16 *logits, int64_t row, int64_t rows, int64_t width, int64_t *best, uint8_t *finite, int32_t threads) {
     Best job = {logits, row, width, best, finite};
-    share_out(threads, rows, best_task, &job);
+    share_rows(threads, rows, 1, best_rows, &job);
 }
 
 typedef struct {
@@ -86,9 +88,7 @@ typedef struct {
     int64_t *token;
 } Draw;
 
-static void draw_task(const void *argument, int64_t i, int64_t next, int thread) {
-    (void)next, (void)thread;
-    const Draw *job = argument;
+static void draw_token(const Draw *job, int64_t i) {
     const bf16 *from = job->logits + job->which[i] * job->row;
     Settings settings = {.largest = broadcast(float_of(from[job->best[i]])),
                          .temperature = broadcast(job->temperature[i]),
@@ -97,11 +97,15 @@ static void draw_task(const void *argument, int64_t i, int64_t next, int thread)
     job->token[i] = draw_row(&settings, from, job->width, job->uniform[i]);
 }
 
+static void draw_tokens(const void *job, int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++) draw_token(job, i);
+}
+
 /* token[i]: drawn from row which[i], whose largest logit lies at best[i]: the first place where the running sum of its weights
  * exceeds uniform[i] of their sum. `scale` keeps the sum of a row's weights below 2^53. */
 void batchrun_draw(const bf16 *logits, int64_t row, int64_t width, const int64_t *which, const int64_t *best,
                    const float *temperature, const float *least, const double *uniform, float scale, int64_t count,
                    int64_t *token, int32_t threads) {
     Draw job = {logits, row, width, which, best, temperature, least, uniform, scale, token};
-    share_out(threads, count, draw_task, &job);
+    share_rows(threads, count, 1, draw_tokens, &job);
 }

@@ -175,6 +175,24 @@ void share_out(int threads, int64_t count, TaskFunction *task, const void *job) 
     pthread_mutex_unlock(&pool.busy);
 }
 
+typedef struct {
+    RowsFunction *work;
+    const void *job;
+    int64_t count, at_once;
+} Rows;
+
+static void rows_task(const void *argument, int64_t index, int64_t next, int thread) {
+    (void)next, (void)thread;
+    const Rows *rows = argument;
+    int64_t first = index * rows->at_once, end = first + rows->at_once;
+    rows->work(rows->job, first, end < rows->count ? end : rows->count);
+}
+
+void share_rows(int threads, int64_t count, int at_once, RowsFunction *work, const void *job) {
+    Rows rows = {work, job, count, at_once};
+    share_out(threads, (count + at_once - 1) / at_once, rows_task, &rows);
+}
+
 /* For work that alternates with that of other threads on the same cores, which spinning would keep waiting. */
 void batchrun_sleep_soon(void) {
     atomic_store(&spins, 50);
