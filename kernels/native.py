@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +44,8 @@ class Native:
     target: Target
     amx: bool = False
     """Whether the CPU has matrix tiles; whether they may be used is for `native_amx.choose` to say."""
+    passed_over: str = ""
+    """Why it is not for a better target of this processor; empty if it is for the best."""
     arena: Arena = field(default_factory=Arena, compare=False)
     """Where weights are packed."""
 
@@ -61,7 +63,8 @@ def load(name: str | None = None) -> Native | NotAvailable:
         if name not in (None, target.name):
             continue
         try:
-            return _build_and_open(_compiler(), cpu, target, target is TARGETS[0] and has_amx(cpu.features))
+            built = _build_and_open(_compiler(), cpu, target, target is TARGETS[0] and has_amx(cpu.features))
+            return replace(built, passed_over=str(reasons[0])) if reasons else built
         except NotAvailable as reason:
             reasons.append(reason)
         except (OSError, subprocess.SubprocessError) as error:
@@ -108,7 +111,7 @@ def _cache_folder() -> Path:
 
 
 def _built(compiler: str, cpu: Processor, target: Target, amx_flags: tuple[str, ...] = ()) -> Path:
-    """The library's file, AMX_SOURCES compiled with `amx_flags`.
+    """The library's file, AMX_SOURCES compiled with `amx_flags`; its name ends with a hash of its content.
 
     Two processes that build at once each rename a complete file into place.
     """
@@ -117,18 +120,25 @@ def _built(compiler: str, cpu: Processor, target: Target, amx_flags: tuple[str, 
     version = _run([compiler, "--version"])
     settings = (*flags, *amx_flags, version, cpu.machine, cpu.name)
     key = hashlib.sha256(b"\0".join([*sources, *(part.encode() for part in settings)])).hexdigest()[:20]
-    path = _cache_folder() / f"{target.name}-{key}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+    cache = _cache_folder()
+    for path in cache.glob(f"{target.name}-{key}-*.so"):
+        if path.stem.endswith(f"-{_digest(path)}"):
+            return path
+        path.unlink(missing_ok=True)  # damaged: to load it could end the process
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
         library, objects = Path(folder) / "kernels.so", []
         for source in sorted(SOURCES.glob("*.c")):
             objects.append(str(Path(folder) / f"{source.stem}.o"))
             _run([compiler, *flags, *(amx_flags if source.name in AMX_SOURCES else ()), "-c", str(source), "-o", objects[-1]])
         _run([compiler, "-shared", "-pthread", *objects, "-o", str(library), "-lm"])
+        path = cache / f"{target.name}-{key}-{_digest(library)}.so"
         os.replace(library, path)
     return path
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
 def _open(path: Path, target: Target, amx: bool = False) -> Native:

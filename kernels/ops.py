@@ -81,8 +81,8 @@ def native_status() -> str:
     loaded = _load()
     if not isinstance(loaded, native.Native):
         return f"torch operations: {loaded}"
-    remark = native_amx.choose(loaded).remark
-    return f"compiled for {loaded.target.title}: {loaded.path}{remark and ', '}{remark}"
+    remarks = [native_amx.choose(loaded).remark, loaded.passed_over and f"no better: {loaded.passed_over}"]
+    return ", ".join([f"compiled for {loaded.target.title}: {loaded.path}", *filter(None, remarks)])
 
 
 def page_size(device: str) -> int:

@@ -1,6 +1,7 @@
 """The compiled kernel by itself: its build, its pool, its cuts of keys and queries, any number of threads."""
 
 import itertools
+import os
 import platform
 import shutil
 import subprocess
@@ -317,12 +318,26 @@ class TestBuild:
         loaded = native.load()
         assert isinstance(loaded, native.Native)
         assert loaded.target is RUNNABLE[1]
+        assert ops.native_status().endswith(f", no better: {compiler} failed: cc: error: {flag}?")
 
     def test_unwritable_cache_folder_is_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "batchrun").write_text("a file where the folder should be")
         self.suited(monkeypatch, tmp_path)
         monkeypatch.setattr(native, "_compiler", lambda: "true")
         assert "torch operations: the build failed:" in self.status_without_kernel()
+
+    @needs_kernel
+    @pytest.mark.parametrize("size", [0, 9000])
+    def test_a_damaged_library_is_built_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int) -> None:
+        self.suited(monkeypatch, tmp_path)
+        whole = native._built(native._compiler(), processor(), RUNNABLE[0])
+        content = whole.read_bytes()
+        os.truncate(whole, size)
+        loaded = native.load()
+        assert isinstance(loaded, native.Native)
+        assert loaded.target is RUNNABLE[0]
+        assert len(loaded.path.read_bytes()) == len(content)
+        assert list(whole.parent.iterdir()) == [loaded.path]
 
     @needs_kernel
     def test_library_is_built_once_and_found_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
